@@ -1,0 +1,61 @@
+# The LibTorch to build against, as the target qkv::libtorch.
+#
+# find_package(Torch) cannot be used here: the PyPI wheel is a CUDA build, for which it demands a
+# CUDA toolkit even of those who only want the CPU, and adds its own architectures to every .cu.
+# This looks for the same files and nothing else.
+#
+#   QKV_TORCH_DIR   the torch directory (with include/ and lib/). Default: the directory that an
+#                   enclosing Torch_DIR or CMAKE_PREFIX_PATH points into, else that of the torch
+#                   which ${Python3_EXECUTABLE} (or python3) imports.
+
+if(TARGET qkv::libtorch)
+  return()
+endif()
+
+if(NOT QKV_TORCH_DIR)
+  set(_qkv_prefixes "")
+  if(Torch_DIR)
+    list(APPEND _qkv_prefixes "${Torch_DIR}/../../..")
+  endif()
+  foreach(_qkv_prefix IN LISTS CMAKE_PREFIX_PATH)
+    list(APPEND _qkv_prefixes "${_qkv_prefix}" "${_qkv_prefix}/../..")
+  endforeach()
+  foreach(_qkv_prefix IN LISTS _qkv_prefixes)
+    if(EXISTS "${_qkv_prefix}/lib/libtorch_cpu.so" AND EXISTS "${_qkv_prefix}/include/ATen")
+      get_filename_component(QKV_TORCH_DIR "${_qkv_prefix}" REALPATH)
+      break()
+    endif()
+  endforeach()
+endif()
+
+if(NOT QKV_TORCH_DIR)
+  if(NOT Python3_EXECUTABLE)
+    find_program(Python3_EXECUTABLE NAMES python3 python REQUIRED)
+  endif()
+  # Without importing torch, which would take seconds.
+  execute_process(
+    COMMAND "${Python3_EXECUTABLE}" -c
+            "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+    OUTPUT_VARIABLE QKV_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE
+    RESULT_VARIABLE _qkv_result ERROR_QUIET)
+  if(NOT _qkv_result EQUAL 0)
+    message(FATAL_ERROR
+      "qkv: no LibTorch found. Set CMAKE_PREFIX_PATH to a LibTorch, or Python3_EXECUTABLE to a "
+      "Python that has torch (here: ${Python3_EXECUTABLE}).")
+  endif()
+endif()
+
+set(QKV_TORCH_DIR "${QKV_TORCH_DIR}" CACHE PATH "The torch directory, with include/ and lib/")
+file(STRINGS "${QKV_TORCH_DIR}/include/torch/headeronly/version.h" _qkv_lines
+     REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
+string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*PATCH ([0-9]+).*" "\\1.\\2.\\3"
+       QKV_TORCH_VERSION "${_qkv_lines}")
+
+add_library(qkv::libtorch INTERFACE IMPORTED)
+target_include_directories(qkv::libtorch SYSTEM INTERFACE
+  "${QKV_TORCH_DIR}/include" "${QKV_TORCH_DIR}/include/torch/csrc/api/include")
+target_link_directories(qkv::libtorch INTERFACE "${QKV_TORCH_DIR}/lib")
+# libtorch.so is an umbrella that keeps libtorch_cuda.so, where there is one, from being dropped.
+target_link_libraries(qkv::libtorch INTERFACE torch torch_cpu c10)
+target_compile_features(qkv::libtorch INTERFACE cxx_std_20)
+message(STATUS "qkv: torch ${QKV_TORCH_VERSION} in ${QKV_TORCH_DIR}")

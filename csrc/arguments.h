@@ -1,0 +1,48 @@
+#pragma once
+
+#include <c10/util/OptionalArrayRef.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "operands.h"
+
+namespace qkv {
+
+/// The arguments of a public operator, as given.
+struct Arguments {
+  Tensor query;
+  Tensor key;
+  OptionalTensor value;  // attention_weights has none
+  OptionalTensor attn_mask;
+  double dropout_p = 0.0;
+  bool is_causal = false;
+  std::optional<double> scale;
+  bool enable_gqa = false;
+  std::optional<std::vector<c10::SymInt>> window;
+  std::optional<c10::SymInt> query_offset;
+  double softcap = 0.0;
+  OptionalTensor alibi_slopes;
+  OptionalTensor sinks;
+  OptionalTensor key_mask;
+};
+
+/// A call that has passed every check, with every default filled in.
+struct Call {
+  Operands operands;
+  double softcap = 0.0;
+  OptionalTensor alibi_slopes;  // (.., Hq)
+  OptionalTensor sinks;         // (.., Hq)
+  double dropout_p = 0.0;
+  bool unbatched_head = false;  // all of the caller's tensors were (rows, width)
+  std::string unfused_reason;   // why there is no fused kernel for this; empty: there is one
+
+  /// (1, M, ..) back to (M, ..) if that is what the caller has.
+  Tensor restore_rank(const Tensor& x) const { return unbatched_head ? x.squeeze(0) : x; }
+};
+
+/// Checks everything, before any work. Messages start with `op`.
+Call checked_call(const char* op, const Arguments& arguments);
+
+}  // namespace qkv

@@ -1,0 +1,121 @@
+// The public operators, and their C++ front door: check, choose a path, call it.
+
+#include <qkv/attention.h>
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <iostream>
+#include <limits>
+
+#include "environment.h"
+#include "explain.h"
+#include "public_op.h"
+#include "reference.h"
+
+namespace qkv {
+
+namespace {
+
+/// One number for each batch element, drawn on the device from the default generator. The dropped
+/// weights depend on it alone. (A number drawn in C++ would be frozen into a compiled graph.)
+Tensor draw_seed(const Operands& x) {
+  const auto sizes = x.query.sym_sizes();
+  return at::randint_symint(std::numeric_limits<int64_t>::max(), sizes.slice(0, sizes.size() - 3),
+                            x.query.options().dtype(at::kLong));
+}
+
+/// The one place that decides between the fused kernel and the reference.
+std::tuple<Tensor, Tensor> run(const char* op, const Call& call) {
+  if (verbose()) std::cerr << description(op, call);
+  if (call.unfused_reason.empty()) return attention_forward_op()(call.operands);
+  report_fallback(op, call.unfused_reason);
+  OptionalTensor seed;
+  if (call.dropout_p > 0.0) seed = draw_seed(call.operands);
+  return reference::attention(call, seed);
+}
+
+Tensor attention_composite(const Arguments& arguments) {
+  const Call call = checked_call("qkv::attention", arguments);
+  return call.restore_rank(std::get<0>(run("qkv::attention", call)));
+}
+
+std::tuple<Tensor, Tensor> attention_with_lse_composite(const Arguments& arguments) {
+  const Call call = checked_call("qkv::attention_with_lse", arguments);
+  const auto [out, lse] = run("qkv::attention_with_lse", call);
+  return {call.restore_rank(out), call.restore_rank(lse)};
+}
+
+/// This asks for M x N numbers, so that the reference, which has them, is no detour.
+Tensor attention_weights_composite(const Arguments& arguments) {
+  const Call call = checked_call("qkv::attention_weights", arguments);
+  const Tensor weights = reference::softmax(call).weights;
+  return call.restore_rank(weights.to(arguments.query.scalar_type()));
+}
+
+std::string explain_composite(const Arguments& arguments) {
+  return description("qkv::explain", checked_call("qkv::explain", arguments));
+}
+
+// FuncTorchBatchedDecomposition: without it, vmap would loop over the batch.
+#define QKV_REGISTER_COMPOSITE(key)                                                              \
+  TORCH_LIBRARY_IMPL(qkv, key, m) {                                                              \
+    m.impl("attention", &AttentionOp<Tensor>::kernel<&attention_composite>);                     \
+    m.impl("attention_with_lse", &AttentionOp<std::tuple<Tensor, Tensor>>::kernel<               \
+                                     &attention_with_lse_composite>);                            \
+    m.impl("attention_weights", &AttentionWeightsOp::kernel<&attention_weights_composite>);      \
+    m.impl("explain", &AttentionOp<std::string>::kernel<&explain_composite>);                    \
+  }
+
+QKV_REGISTER_COMPOSITE(CompositeImplicitAutograd)
+QKV_REGISTER_COMPOSITE(FuncTorchBatchedDecomposition)
+
+Arguments as_arguments(const Tensor& query, const Tensor& key, const OptionalTensor& value,
+                       const AttentionOptions& options) {
+  Arguments a;
+  a.query = query;
+  a.key = key;
+  a.value = value;
+  a.attn_mask = options.attn_mask();
+  a.dropout_p = options.dropout_p();
+  a.is_causal = options.is_causal();
+  a.scale = options.scale();
+  a.enable_gqa = options.enable_gqa();
+  if (options.window()) a.window = {options.window()->first, options.window()->second};
+  if (options.query_offset()) a.query_offset = *options.query_offset();
+  a.softcap = options.softcap();
+  a.alibi_slopes = options.alibi_slopes();
+  a.sinks = options.sinks();
+  a.key_mask = options.key_mask();
+  return a;
+}
+
+}  // namespace
+
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                 const AttentionOptions& options) {
+  return AttentionOp<Tensor>::call("qkv::attention", as_arguments(query, key, value, options));
+}
+
+std::tuple<Tensor, Tensor> attention_with_lse(const Tensor& query, const Tensor& key,
+                                              const Tensor& value,
+                                              const AttentionOptions& options) {
+  return AttentionOp<std::tuple<Tensor, Tensor>>::call("qkv::attention_with_lse",
+                                                       as_arguments(query, key, value, options));
+}
+
+Tensor attention_weights(const Tensor& query, const Tensor& key,
+                         const AttentionOptions& options) {
+  TORCH_CHECK_VALUE(options.dropout_p() == 0.0,
+                    "qkv::attention_weights: the weights are those before dropout, so dropout_p "
+                    "must be 0, but is ", options.dropout_p());
+  return AttentionWeightsOp::call("qkv::attention_weights",
+                                  as_arguments(query, key, std::nullopt, options));
+}
+
+std::string explain(const Tensor& query, const Tensor& key, const Tensor& value,
+                    const AttentionOptions& options) {
+  return AttentionOp<std::string>::call("qkv::explain", as_arguments(query, key, value, options));
+}
+
+}  // namespace qkv

@@ -1,0 +1,165 @@
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "autograd/compat.h"
+#include "operands.h"
+
+// The autograd nodes of the internal operators are written by hand, as ATen's own are generated:
+// torch::autograd::Function refuses forward mode and every torch.func transform.
+
+namespace qkv::autograd {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+/// A node that saves tensors, the operands first, and computes its gradients by a pure function of
+/// them, Derived::gradients. Purity is what lets compiled autograd trace it.
+///
+/// Derived has: kSavedTensors, the number of tensors saved in all; kGradients, the number of
+/// inputs; kSavesOutputs, whether the last two saved tensors are the node's own outputs; and
+///   static variable_list gradients(const variable_list& grads, const Operands&,
+///                                  const std::vector<Tensor>& others, const std::vector<bool>& needs)
+template <class Derived>
+class OperandsNode : public Node {
+ public:
+  static constexpr size_t kOperandTensors = 5;
+
+  void save_operands(const Operands& x) {
+    for (const Tensor& t : {x.query, x.key, x.value}) saved_.emplace_back(t, false);
+    for (const OptionalTensor& t : {x.attn_mask, x.key_mask}) saved_.emplace_back(t, false);
+    scale_ = x.scale;
+    band_ = x.band;
+  }
+  void save(const OptionalTensor& x, bool is_output) { saved_.emplace_back(x, is_output); }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return compute(grads, unpacked(), scale_, band_, needs());
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (SavedVariable& x : saved_) x.reset_data();
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    for (size_t i = 0; i < saved_.size(); ++i) args.collect(saved_[i], is_output(i));
+    args.collect(scale_);
+    args.collect(band_);
+  }
+
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    using namespace torch::dynamo::autograd;
+    for (SavedVariable& x : saved_) saved.before(x);
+    saved.before(scale_);
+    saved.before(band_);
+    PackedArgs packed;
+    packed.pack(unpacked());
+    packed.pack(scale_);
+    packed.pack(band_);
+    packed.pack(needs());
+    const auto arguments = std::move(packed).vec();
+    std::vector<at::TypePtr> schema;
+    for (const auto& value : arguments) schema.push_back(value.type());
+    const auto& compiler = getPyCompilerInterface();
+    const auto function =
+        compiler->bind_function(saved.get_py_compiler(), name(), &compute_packed, schema,
+                                /*is_custom_function=*/true, /*is_traceable=*/true);
+    const auto metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::
+        pack(torch::dynamo::autograd::get_input_metadata(next_edges()));
+    auto result = compiler->call_function(saved.get_py_compiler(), "apply_functional", function,
+                                          grads, arguments, metadata);
+    for (SavedVariable& x : saved_) saved.after(x);
+    saved.after(scale_);
+    saved.after(band_);
+    return result;
+  }
+
+ private:
+  static bool is_output(size_t saved) {
+    return Derived::kSavesOutputs && saved + 2 >= Derived::kSavedTensors;
+  }
+
+  std::vector<Tensor> unpacked() {
+    std::vector<Tensor> tensors;
+    for (size_t i = 0; i < saved_.size(); ++i) {
+      tensors.push_back(is_output(i) ? saved_[i].unpack(this->getptr()) : saved_[i].unpack());
+    }
+    return tensors;
+  }
+
+  std::vector<bool> needs() {
+    std::vector<bool> needs;
+    for (size_t i = 0; i < Derived::kGradients; ++i) needs.push_back(task_should_compute_output(i));
+    return needs;
+  }
+
+  static variable_list compute(const variable_list& grads, const std::vector<Tensor>& saved,
+                               double scale, const std::vector<c10::SymInt>& band,
+                               const std::vector<bool>& needs) {
+    bool any_gradient = false;
+    for (const Tensor& grad : grads) any_gradient |= grad.defined();
+    if (!any_gradient) return variable_list(Derived::kGradients);
+    const auto optional = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+    const Operands x{saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), scale,
+                     band};
+    return Derived::gradients(grads, x, {saved.begin() + kOperandTensors, saved.end()}, needs);
+  }
+
+  static variable_list compute_packed(const variable_list& grads,
+                                      const std::vector<c10::IValue>& arguments) {
+    torch::dynamo::autograd::PackedArgs packed(arguments);
+    const auto saved = packed.unpack<std::vector<Tensor>>();
+    const auto scale = packed.unpack<double>();
+    const auto band = packed.unpack<std::vector<c10::SymInt>>();
+    const auto needs = packed.unpack<std::vector<bool>>();
+    return compute(grads, saved, scale, band, needs);
+  }
+
+  std::vector<SavedVariable> saved_;
+  double scale_ = 1.0;
+  std::vector<c10::SymInt> band_;
+};
+
+/// The tangent of x, or none.
+inline OptionalTensor tangent(const OptionalTensor& x) {
+  if (!x || !x->defined()) return std::nullopt;
+  const Tensor& t = x->_fw_grad(/*level=*/0);
+  return t.defined() ? OptionalTensor(t) : std::nullopt;
+}
+
+inline Tensor primal(const Tensor& x) { return tangent(x) ? x._fw_primal(/*level=*/0) : x; }
+
+inline OptionalTensor primal(const OptionalTensor& x) {
+  return x ? OptionalTensor(primal(*x)) : std::nullopt;
+}
+
+inline Operands primal(const Operands& x) {
+  return {primal(x.query),     primal(x.key),      primal(x.value), primal(x.attn_mask),
+          primal(x.key_mask), x.scale, x.band};
+}
+
+/// The tangents of the operands that are differentiable.
+struct OperandTangents {
+  OptionalTensor query, key, value, attn_mask;
+
+  explicit OperandTangents(const Operands& x)
+      : query(tangent(x.query)),
+        key(tangent(x.key)),
+        value(tangent(x.value)),
+        attn_mask(tangent(x.attn_mask)) {}
+
+  bool any() const { return query || key || value || attn_mask; }
+};
+
+}  // namespace qkv::autograd

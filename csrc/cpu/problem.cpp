@@ -1,0 +1,100 @@
+#include "cpu/problem.h"
+
+#include <c10/util/Exception.h>
+
+namespace qkv::cpu {
+
+namespace {
+
+kernels::MaskType mask_type(const Tensor& mask) {
+  switch (mask.scalar_type()) {
+    case at::kBool:
+      return kernels::MaskType::kBool;
+    case at::kFloat:
+      return kernels::MaskType::kFloat32;
+    case at::kDouble:
+      return kernels::MaskType::kFloat64;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "no kernel reads an attn_mask of ", mask.scalar_type());
+  }
+}
+
+/// Far above every position there is, far below overflow when three of them are added.
+constexpr int64_t kFar = int64_t(1) << 60;
+
+int64_t clamped(const c10::SymInt& x) {
+  return std::clamp(x.guard_int(__FILE__, __LINE__), -kFar, kFar);
+}
+
+}  // namespace
+
+void BatchDimensions::add(const Tensor& x, int64_t inner_rank, int64_t* to) {
+  std::vector<int64_t> strides(sizes_.size());
+  for (size_t d = 0; d < sizes_.size(); ++d) {
+    strides[d] = broadcast_stride(x, inner_rank + static_cast<int64_t>(sizes_.size() - d));
+  }
+  tensors_.push_back({std::move(strides), to});
+}
+
+void BatchDimensions::merge() {
+  std::vector<int64_t> sizes;
+  std::vector<size_t> last;  // the innermost of the dimensions merged into each
+  for (size_t d = 0; d < sizes_.size(); ++d) {
+    if (sizes_[d] == 1) continue;
+    const bool continues =
+        !sizes.empty() && std::all_of(tensors_.begin(), tensors_.end(), [&](const Strides& x) {
+          return x.values[last.back()] == x.values[d] * sizes_[d];
+        });
+    if (continues) {
+      sizes.back() *= sizes_[d];
+      last.back() = d;
+    } else {
+      sizes.push_back(sizes_[d]);
+      last.push_back(d);
+    }
+  }
+  TORCH_CHECK_VALUE(sizes.size() <= kernels::kMaxBatchRank, "qkv: the batch dimensions of query, ",
+                    "key, value and masks, of sizes ", at::IntArrayRef(sizes_), ", step in ",
+                    sizes.size(), " different ways, but the kernels handle at most ",
+                    kernels::kMaxBatchRank, "; make some of the tensors contiguous");
+  for (const Strides& x : tensors_) {
+    for (size_t d = 0; d < sizes.size(); ++d) x.to[d] = x.values[last[d]];
+  }
+  sizes_ = std::move(sizes);
+}
+
+template <class T>
+void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& batch) {
+  problem.query_heads = x.query.size(-3);
+  problem.kv_heads = x.key.size(-3);
+  problem.queries = x.query.size(-2);
+  problem.keys = x.key.size(-2);
+  problem.head_dim = x.query.size(-1);
+  problem.value_dim = x.value.size(-1);
+  problem.scale = static_cast<T>(x.scale);
+  problem.band = {std::max<int64_t>(clamped(x.band[0]), -1),
+                  std::max<int64_t>(clamped(x.band[1]), -1), clamped(x.band[2])};
+  describe(problem.query, x.query, batch);
+  describe(problem.key, x.key, batch);
+  describe(problem.value, x.value, batch);
+  problem.attn_mask.type = kernels::MaskType::kNone;
+  if (x.attn_mask) {
+    const Tensor& mask = *x.attn_mask;
+    problem.attn_mask.data = mask.const_data_ptr();
+    problem.attn_mask.type = mask_type(mask);
+    problem.attn_mask.head_stride = broadcast_stride(mask, 3);
+    problem.attn_mask.row_stride = broadcast_stride(mask, 2);
+    problem.attn_mask.column_stride = broadcast_stride(mask, 1);
+    batch.add(mask, 3, problem.attn_mask.batch_stride);
+  }
+  if (x.key_mask) {
+    problem.key_mask.data = static_cast<const uint8_t*>(x.key_mask->const_data_ptr());
+    problem.key_mask.column_stride = broadcast_stride(*x.key_mask, 1);
+    batch.add(*x.key_mask, 1, problem.key_mask.batch_stride);
+  }
+}
+
+template void describe(kernels::Problem<float>&, const Operands&, BatchDimensions&);
+template void describe(kernels::Problem<double>&, const Operands&, BatchDimensions&);
+
+}  // namespace qkv::cpu

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/params.h"
+#include "operands.h"
+
+// From tensors to what the kernels are told about them.
+
+namespace qkv::cpu {
+
+/// x, or a copy if its last dimension is strided: the one thing the kernels cannot read in place.
+inline Tensor with_unit_columns(const Tensor& x) {
+  return x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous();
+}
+
+inline Operands with_unit_columns(Operands x) {
+  x.query = with_unit_columns(x.query);
+  x.key = with_unit_columns(x.key);
+  x.value = with_unit_columns(x.value);
+  return x;
+}
+
+/// The batch dimensions of all tensors of one call. Neighbours that step alike in every tensor
+/// are merged, so that most calls have one or none.
+class BatchDimensions {
+ public:
+  explicit BatchDimensions(at::IntArrayRef sizes) : sizes_(sizes.vec()) {}
+
+  /// A tensor with `inner_rank` dimensions after its batch; where the batch dimensions broadcast,
+  /// its strides are 0. They go to `to` when the problem is completed.
+  void add(const Tensor& x, int64_t inner_rank, int64_t* to);
+
+  template <class T>
+  void complete(kernels::Problem<T>& problem) {
+    merge();
+    problem.batch_rank = static_cast<int32_t>(sizes_.size());
+    problem.batch = 1;
+    for (size_t d = 0; d < sizes_.size(); ++d) {
+      problem.batch_size[d] = sizes_[d];
+      problem.batch *= sizes_[d];
+    }
+  }
+
+ private:
+  struct Strides {
+    std::vector<int64_t> values;
+    int64_t* to;
+  };
+
+  void merge();
+
+  std::vector<int64_t> sizes_;
+  std::vector<Strides> tensors_;
+};
+
+/// The stride of dimension d (from the end), 0 where x is broadcast.
+inline int64_t broadcast_stride(const Tensor& x, int64_t d) {
+  return x.dim() < d || x.size(-d) == 1 ? 0 : x.stride(-d);
+}
+
+/// A tensor (batch.., head, row, column).
+template <class T>
+void describe(kernels::Operand<T>& operand, const Tensor& x, BatchDimensions& batch) {
+  operand.data = static_cast<T*>(x.data_ptr());
+  operand.head_stride = broadcast_stride(x, 3);
+  operand.row_stride = broadcast_stride(x, 2);
+  operand.column_stride = broadcast_stride(x, 1);
+  batch.add(x, 3, operand.batch_stride);
+}
+
+template <class T>
+void describe(kernels::Operand<const T>& operand, const Tensor& x, BatchDimensions& batch) {
+  operand.data = static_cast<const T*>(x.const_data_ptr());
+  operand.head_stride = broadcast_stride(x, 3);
+  operand.row_stride = broadcast_stride(x, 2);
+  operand.column_stride = 1;
+  batch.add(x, 3, operand.batch_stride);
+}
+
+/// Everything but the batch sizes, which `batch` completes.
+template <class T>
+void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& batch);
+
+}  // namespace qkv::cpu

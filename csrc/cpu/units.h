@@ -1,0 +1,24 @@
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace qkv::cpu {
+
+/// Runs work(unit, scratch) for every unit, on as many threads as torch has. Threads take the next
+/// unit when they are done with one: under a causal mask units differ widely in size. No result
+/// depends on which thread ran what.
+template <class Work>
+void for_each_unit(int64_t units, int64_t scratch_bytes, const Work& work) {
+  std::atomic<int64_t> next{0};
+  const int64_t workers = std::min<int64_t>(units, at::get_num_threads());
+  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    const auto scratch = c10::GetCPUAllocator()->allocate(scratch_bytes);
+    for (int64_t unit = next++; unit < units; unit = next++) work(unit, scratch.get());
+  });
+}
+
+}  // namespace qkv::cpu

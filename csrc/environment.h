@@ -1,0 +1,22 @@
+#pragma once
+
+#include <string>
+
+// The three environment variables, read once.
+
+namespace qkv {
+
+/// QKV_STRICT=1: what would fall back to the unfused reference raises an error.
+bool strict();
+
+/// QKV_VERBOSE=1: every call says on stderr which kernel runs.
+bool verbose();
+
+/// QKV_CPU_ISA=generic|avx2|avx512: the instruction set to use instead of the best one; nullptr if
+/// it is not set.
+const char* requested_cpu_isa();
+
+/// Says, once for each reason, that something runs unfused; raises it as an error if strict().
+void report_fallback(const char* op, const std::string& reason);
+
+}  // namespace qkv

@@ -1,0 +1,219 @@
+#pragma once
+
+// Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2), five products a tile:
+//
+//     S = scale · K Qᵀ    dP = V dOᵀ    (P and dS: backward_tile.inc.h)
+//     dV += P dO          dK += dS (scale · Q)          dQ += scale · dSᵀ K
+//
+//     P, dS  keys [ rows -> ]   x   dO, scaled Q  rows [ D -> ]   =   dV, dK  keys [ D -> ]
+//     Kᵀ       D  [ keys -> ]   x   dS            keys [ rows -> ] =   dQᵀ       D [ rows -> ]
+//
+// One unit of work is a range of keys ("split") of one key/value head: it owns dK and dV of its
+// keys and walks over all rows that see them. With several splits (their number is a function of
+// N alone) each leaves its part of dQ in a buffer of its own; sum_partial_grad_query adds them in
+// order. So there are five products, no atomics, and the same bits on any number of threads.
+
+namespace qkv::kernels::QKV_ISA {
+
+template <class T>
+inline int64_t backward_blocks(const Problem<T>& problem) {
+  return (problem.keys + kBackwardBlockKeys - 1) / kBackwardBlockKeys;
+}
+
+/// Splits are cut as evenly as whole blocks allow.
+template <class T>
+inline KeyRange keys_of_split(const BackwardParams<T>& params, int64_t split) {
+  const int64_t blocks = backward_blocks(params.problem);
+  const int64_t begin = blocks * split / params.splits * kBackwardBlockKeys;
+  const int64_t end = blocks * (split + 1) / params.splits * kBackwardBlockKeys;
+  return {begin, end < params.problem.keys ? end : params.problem.keys};
+}
+
+template <class T>
+inline int64_t backward_row_tiles(const Problem<T>& problem) {
+  const int64_t rows = problem.query_heads / problem.kv_heads * problem.queries;
+  return (rows + kBackwardRows<T> - 1) / kBackwardRows<T>;
+}
+
+/// How many numbers partial_grad_query takes for one key/value head: [split][row tile][D][rows].
+template <class T>
+inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
+  return params.splits * backward_row_tiles(params.problem) * params.problem.head_dim *
+         kBackwardRows<T>;
+}
+
+template <class T>
+inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
+  const Problem<T>& p = params.problem;
+  const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
+  const int64_t longest_split =
+      (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
+  const int64_t numbers = BackwardTile<T>::scratch_numbers(p) +
+                          (p.head_dim + widths) * kBackwardRows<T> + widths * longest_split;
+  return numbers * static_cast<int64_t>(sizeof(T));
+}
+
+/// c[n][d] += sum over the tile's rows r of a[n][r] · b[r][d]. Rows of b and c are whole vectors.
+template <class T>
+inline void multiply_add_rows(int64_t keys, const T* a, const T* b, int64_t width, T* c) {
+  using S = Simd<T>;
+  constexpr int kRows = kBackwardRows<T>;
+  const auto columns = [&](auto vectors, auto rows, int64_t d) __attribute__((always_inline)) {
+    multiply_add<T, vectors(), rows()>(keys, kRows, a, kRows, UnitStride{}, b + d, width, c + d,
+                                       width);
+  };
+  int64_t vectors = width / S::kWidth;
+  int64_t d = 0;
+  for (; vectors >= S::kOuterVectors; vectors -= S::kOuterVectors) {
+    columns(Constant<S::kOuterVectors>{}, Constant<S::kOuterRows>{}, d);
+    d += S::kOuterVectors * S::kWidth;
+  }
+  if (vectors == 3) columns(Constant<3>{}, Constant<S::kBroadcastRows>{}, d);
+  if (vectors == 2) columns(Constant<2>{}, Constant<S::kBroadcastRows>{}, d);
+  if (vectors == 1) columns(Constant<1>{}, Constant<S::kBroadcastRows>{}, d);
+}
+
+/// Rows of a dense [rows][from_row] to where a gradient has them.
+template <class T>
+inline void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t width, T* to,
+                       const Operand<T>& operand) {
+  for (int64_t n = 0; n < rows; ++n) {
+    for (int64_t d = 0; d < width; ++d) {
+      to[n * operand.row_stride + d * operand.column_stride] = from[n * from_row + d];
+    }
+  }
+}
+
+/// One split of one key/value head. Units count the splits of first_head, then of the next head;
+/// partial_grad_query begins with first_head.
+template <class T>
+inline void attention_backward(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
+                               void* scratch) {
+  constexpr int kRows = kBackwardRows<T>;
+  constexpr int kHalf = kRows / 2;
+  const Problem<T>& p = params.problem;
+  const int64_t head = first_head + unit / params.splits;
+  const int64_t split = unit % params.splits;
+  const int64_t batch = head / p.kv_heads, kv_head = head % p.kv_heads;
+  const int64_t group = p.query_heads / p.kv_heads;
+  const int64_t tiles = backward_row_tiles(p);
+  const KeyRange keys = keys_of_split(params, split);
+  const int64_t key_width = round_up_to_vector<T>(p.head_dim);
+  const int64_t value_width = round_up_to_vector<T>(p.value_dim);
+  const bool need_query = params.grad_query.data != nullptr;
+  const bool need_key = params.grad_key.data != nullptr;
+  const bool need_value = params.grad_value.data != nullptr;
+
+  BackwardTile<T> work(params, static_cast<T*>(scratch));
+  T* query_rows = work.end_of_scratch;                        // [rows][D], scaled
+  T* grad_out_rows = query_rows + kRows * key_width;          // [rows][Dv]
+  T* own_grad_query_t = grad_out_rows + kRows * value_width;  // [D][rows]
+  T* grad_key = own_grad_query_t + p.head_dim * kRows;        // [keys of the split][D]
+  T* grad_value = grad_key + (keys.end - keys.begin) * key_width;
+  set_to_zero(grad_key, (keys.end - keys.begin) * (key_width + value_width));
+  T scale_of_row[kRows];
+  for (auto& s : scale_of_row) s = p.scale;
+
+  for (int64_t t = 0; t < tiles; ++t) {
+    work.tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, t * kRows);
+    const RowTile<kRows>& tile = work.tile;
+    T* grad_query_t = params.splits == 1
+                          ? own_grad_query_t
+                          : params.partial_grad_query + (unit * tiles + t) * p.head_dim * kRows;
+    if (need_query) set_to_zero(grad_query_t, p.head_dim * kRows);
+
+    const KeyRange range = work.keys_of_rows().intersection(keys);
+    if (!range.empty()) {
+      work.load_rows();
+      tile.pack(p.query, p.head_dim, p.scale, query_rows, key_width);
+      tile.pack(params.grad_out, p.value_dim, T(1), grad_out_rows, value_width);
+    }
+    const bool rows_finite =
+        range.empty() || (all_finite(query_rows, key_width, kRows, key_width) &&
+                          all_finite(grad_out_rows, value_width, kRows, value_width));
+
+    for (int64_t n = range.begin; n < range.end; n += kBackwardBlockKeys) {
+      const int block = range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n)
+                                                           : kBackwardBlockKeys;
+      const TileState state = work.load_block(n, block);
+      if (state == TileState::kEmpty) continue;
+      const bool partial = state == TileState::kPartial;
+
+      T* block_grad_key = grad_key + (n - keys.begin) * key_width;
+      T* block_grad_value = grad_value + (n - keys.begin) * value_width;
+      if (partial && !rows_finite) {
+        multiply_add_kept_rows<T, kRows>(block, work.p_tile, grad_out_rows, work.mask.bits,
+                                         block_grad_value, value_width);
+        multiply_add_kept_rows<T, kRows>(block, work.ds_tile, query_rows, work.mask.bits,
+                                         block_grad_key, key_width);
+      } else {
+        if (need_value) {
+          multiply_add_rows(block, work.p_tile, grad_out_rows, value_width, block_grad_value);
+        }
+        if (need_key) {
+          multiply_add_rows(block, work.ds_tile, query_rows, key_width, block_grad_key);
+        }
+      }
+
+      if (!need_query) continue;
+      const T* block_keys = tile.keys_of_head(p.key) + n * p.key.row_stride;
+      if (partial && !all_finite(block_keys, p.key.row_stride, block, p.head_dim)) {
+        multiply_add_kept_keys<T, kBackwardVectors>(block, p.head_dim, block_keys,
+                                                    p.key.row_stride, work.ds_tile,
+                                                    work.mask.bits, grad_query_t);
+      } else {
+        for (int half = 0; half < kRows; half += kHalf) {
+          multiply_add<T, kBackwardVectors / 2>(p.head_dim, block, block_keys, UnitStride{},
+                                                p.key.row_stride, work.ds_tile + half, kRows,
+                                                grad_query_t + half, kRows);
+        }
+      }
+    }
+    if (need_query && params.splits == 1) {
+      tile.unpack_transposed(grad_query_t, p.head_dim, scale_of_row, params.grad_query);
+    }
+  }
+
+  if (need_key) {
+    write_rows(grad_key, key_width, keys.end - keys.begin, p.head_dim,
+               work.tile.keys_of_head(params.grad_key) + keys.begin * params.grad_key.row_stride,
+               params.grad_key);
+  }
+  if (need_value) {
+    write_rows(
+        grad_value, value_width, keys.end - keys.begin, p.value_dim,
+        work.tile.keys_of_head(params.grad_value) + keys.begin * params.grad_value.row_stride,
+        params.grad_value);
+  }
+}
+
+/// dQ of one tile of rows: the parts of all splits, added in order. Units count the row tiles of
+/// first_head, then of the next head.
+template <class T>
+inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
+                           void* scratch) {
+  using S = Simd<T>;
+  constexpr int kRows = kBackwardRows<T>;
+  const Problem<T>& p = params.problem;
+  const int64_t tiles = backward_row_tiles(p);
+  const int64_t head = unit / tiles, t = unit % tiles;
+  const int64_t batch = (first_head + head) / p.kv_heads;
+  const int64_t kv_head = (first_head + head) % p.kv_heads;
+  const int64_t group = p.query_heads / p.kv_heads;
+  const auto tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, t * kRows);
+
+  T* sum = static_cast<T*>(scratch);
+  const int64_t size = p.head_dim * kRows;
+  for (int64_t split = 0; split < params.splits; ++split) {
+    const T* part = params.partial_grad_query + ((head * params.splits + split) * tiles + t) * size;
+    for (int64_t x = 0; x < size; x += S::kWidth) {
+      const auto so_far = split == 0 ? S::zero() : S::load(sum + x);
+      S::store(sum + x, so_far + S::load(part + x));
+    }
+  }
+  T scale_of_row[kRows];
+  for (auto& s : scale_of_row) s = p.scale;
+  tile.unpack_transposed(sum, p.head_dim, scale_of_row, params.grad_query);
+}
+
+}  // namespace qkv::kernels::QKV_ISA

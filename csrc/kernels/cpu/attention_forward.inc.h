@@ -1,0 +1,158 @@
+#pragma once
+
+// Forward attention for one tile of query rows (FlashAttention-2, arXiv:2307.08691, algorithm 1).
+//
+//     out = softmax(scale · Q Kᵀ + mask) V         lse = log of the sum that the softmax divides by
+//
+// Everything is kept transposed: the rows of the tile lie in the lanes of vectors, so that maxima
+// and sums over keys are vertical, and K and V are used as they lie in memory.
+//
+//              rows (lanes) ->                         for each block of kBlockKeys keys:
+//     Qᵀ   D  [ ................ ]  scale folded in
+//                                                       S = K · Qᵀ              [keys][rows]
+//     S  keys [ ................ ]  one block           P = exp(S - max)        in place
+//                                                       Oᵀ += Vᵀ · P            [Dv][rows]
+//     Oᵀ  Dv  [ ................ ]
+
+namespace qkv::kernels::QKV_ISA {
+
+constexpr int kForwardVectors = 3;   // of rows in a tile
+constexpr int kForwardBlockKeys = 128;
+
+template <class T>
+constexpr int kForwardRows = kForwardVectors * Simd<T>::kWidth;
+
+template <class T>
+inline int64_t forward_tiles_per_head(const Problem<T>& problem) {
+  const int64_t rows = problem.query_heads / problem.kv_heads * problem.queries;
+  return (rows + kForwardRows<T> - 1) / kForwardRows<T>;
+}
+
+/// One unit of work is one tile.
+template <class T>
+inline int64_t forward_units(const ForwardParams<T>& params) {
+  return params.problem.batch * params.problem.kv_heads * forward_tiles_per_head(params.problem);
+}
+
+template <class T>
+inline int64_t forward_scratch_bytes(const ForwardParams<T>& params) {
+  const Problem<T>& p = params.problem;
+  const int64_t numbers =
+      (p.head_dim + p.value_dim + 2 * kForwardBlockKeys) * kForwardRows<T>;
+  return numbers * static_cast<int64_t>(sizeof(T)) + kForwardBlockKeys / 8 * kForwardRows<T>;
+}
+
+template <class T, int kVectors>
+inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t kv_head,
+                         int64_t first_row, T* scratch) {
+  using S = Simd<T>;
+  using Math = VectorMath<T>;
+  using Number = typename S::Number;
+  constexpr int kRows = kVectors * S::kWidth;
+  const Problem<T>& p = params.problem;
+  const int64_t group = p.query_heads / p.kv_heads;
+  const auto tile =
+      RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, first_row);
+
+  T* query_t = scratch;
+  T* out_t = query_t + p.head_dim * kRows;
+  T* scores = out_t + p.value_dim * kRows;
+  T* bias = scores + kForwardBlockKeys * kRows;
+  MaskTile<T, kRows> mask{reinterpret_cast<uint8_t*>(bias + kForwardBlockKeys * kRows), bias};
+
+  tile.pack_transposed(p.query, p.head_dim, p.scale, query_t);
+  for (int64_t x = 0; x < p.value_dim * kRows; x += S::kWidth) S::store(out_t + x, S::zero());
+  OnlineSoftmax<Math> softmax[kVectors];
+  for (auto& s : softmax) s.clear();
+
+  const T* keys = tile.keys_of_head(p.key);
+  const T* values = tile.keys_of_head(p.value);
+  const KeyRange range = keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
+  for (int64_t n = range.begin; n < range.end; n += kForwardBlockKeys) {
+    const int block = range.end - n < kForwardBlockKeys ? static_cast<int>(range.end - n)
+                                                        : kForwardBlockKeys;
+    const TileState state = mask.load(p, tile, n, block);
+    if (state == TileState::kEmpty) continue;
+
+    // S = K · Qᵀ, and the block's maximum of each row.
+    Number block_max[kVectors];
+    for (auto& m : block_max) m = Math::minus_infinity();
+    multiply<T, kVectors>(
+        block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, UnitStride{}, query_t,
+        kRows, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
+          S::store(scores + k * kRows + v * S::kWidth, x);
+          block_max[v] = S::maximum(block_max[v], x);
+        });
+    if (state == TileState::kPartial || mask.has_bias(p)) {
+      for (auto& m : block_max) m = Math::minus_infinity();
+      apply_mask<T, kVectors>(mask, mask.has_bias(p), state, block, scores, block_max);
+    }
+
+    // P = exp(S - max); what was summed under a smaller maximum shrinks first.
+    bool grows = false;
+    for (int v = 0; v < kVectors; ++v) grows |= S::any_greater(block_max[v], softmax[v].max);
+    if (grows) {
+      Number correction[kVectors];
+      for (int v = 0; v < kVectors; ++v) correction[v] = softmax[v].raise_max(block_max[v]);
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        for (int v = 0; v < kVectors; ++v) {
+          T* o = out_t + d * kRows + v * S::kWidth;
+          S::store(o, S::load(o) * correction[v]);
+        }
+      }
+    }
+    Number shift[kVectors];
+    for (int v = 0; v < kVectors; ++v) shift[v] = softmax[v].shift();
+    for (int k = 0; k < block; ++k) {
+      for (int v = 0; v < kVectors; ++v) {
+        T* s = scores + k * kRows + v * S::kWidth;
+        S::store(s, softmax[v].weight(S::load(s), shift[v]));
+      }
+    }
+
+    // Oᵀ += Vᵀ · P
+    const T* block_values = values + n * p.value.row_stride;
+    if (state == TileState::kPartial &&
+        !all_finite(block_values, p.value.row_stride, block, p.value_dim)) {
+      multiply_add_kept_keys<T, kVectors>(block, p.value_dim, block_values, p.value.row_stride,
+                                          scores, mask.bits, out_t);
+    } else {
+      multiply_add<T, kVectors>(p.value_dim, block, block_values, UnitStride{},
+                                p.value.row_stride, scores, kRows, out_t, kRows);
+    }
+  }
+
+  alignas(64) T normaliser[kRows], max[kRows], sum[kRows];
+  for (int v = 0; v < kVectors; ++v) {
+    S::store(normaliser + v * S::kWidth, softmax[v].normaliser());
+    S::store(max + v * S::kWidth, softmax[v].max);
+    S::store(sum + v * S::kWidth, softmax[v].sum);
+  }
+  tile.unpack_transposed(out_t, p.value_dim, normaliser, params.out);
+  for (int r = 0; r < tile.rows; ++r) {
+    params.lse[tile.scalar(p, r)] = max[r] + natural_log(sum[r]);
+  }
+}
+
+/// Tiles of a head run from the last to the first: under a causal mask the last ones have most
+/// keys, and starting with them leaves small pieces to even out the threads.
+template <class T>
+inline void attention_forward(const ForwardParams<T>& params, int64_t unit, void* scratch) {
+  const int64_t tiles = forward_tiles_per_head(params.problem);
+  const int64_t head = unit / tiles;
+  const int64_t first_row = (tiles - 1 - unit % tiles) * kForwardRows<T>;
+  const int64_t batch = head / params.problem.kv_heads;
+  const int64_t kv_head = head % params.problem.kv_heads;
+  const int64_t rows =
+      params.problem.query_heads / params.problem.kv_heads * params.problem.queries - first_row;
+  T* numbers = static_cast<T*>(scratch);
+  if (rows <= Simd<T>::kWidth) {
+    forward_tile<T, 1>(params, batch, kv_head, first_row, numbers);
+  } else if (rows <= 2 * Simd<T>::kWidth) {
+    forward_tile<T, 2>(params, batch, kv_head, first_row, numbers);
+  } else {
+    forward_tile<T, kForwardVectors>(params, batch, kv_head, first_row, numbers);
+  }
+}
+
+}  // namespace qkv::kernels::QKV_ISA

@@ -1,0 +1,142 @@
+#pragma once
+
+// P and dS of one tile of rows and one block of keys, recomputed from lse: the common part of the
+// backward kernel and of the mask's gradient.
+//
+//     S = scale · K Qᵀ + mask     P  = exp(S - lse)
+//     dP = V dOᵀ                  dS = P ∘ (dP - delta)     delta_i = <dO_i, O_i> - dLSE_i
+//
+//              rows (lanes) ->
+//     Qᵀ   D  [ ............ ]
+//     dOᵀ Dv  [ ............ ]
+//     P  keys [ ............ ]   over S
+//     dS keys [ ............ ]   over dP
+
+namespace qkv::kernels::QKV_ISA {
+
+constexpr int kBackwardVectors = 6;  // of rows in a tile, as two halves of 3
+constexpr int kBackwardBlockKeys = 96;
+
+template <class T>
+constexpr int kBackwardRows = kBackwardVectors * Simd<T>::kWidth;
+
+template <class T>
+constexpr int64_t round_up_to_vector(int64_t x) {
+  return (x + Simd<T>::kWidth - 1) / Simd<T>::kWidth * Simd<T>::kWidth;
+}
+
+/// What one tile of rows and one block of keys need, in both backward kernels.
+template <class T>
+struct BackwardTile {
+  static constexpr int kRows = kBackwardRows<T>;
+  static constexpr int kHalf = kRows / 2;
+  using S = Simd<T>;
+
+  const BackwardParams<T>& params;
+  const Problem<T>& p;
+  RowTile<kRows> tile;
+  T* query_t;     // [D][rows]
+  T* grad_out_t;  // [Dv][rows]
+  T* p_tile;      // [keys][rows]
+  T* ds_tile;     // [keys][rows]
+  MaskTile<T, kRows> mask;
+  T* end_of_scratch;
+  alignas(64) T lse[kRows];
+  alignas(64) T delta[kRows];
+
+  static int64_t scratch_numbers(const Problem<T>& p) {
+    return (p.head_dim + p.value_dim + 3 * kBackwardBlockKeys + kBackwardBlockKeys / 8) * kRows;
+  }
+
+  BackwardTile(const BackwardParams<T>& backward, T* scratch)
+      : params(backward), p(backward.problem) {
+    query_t = scratch;
+    grad_out_t = query_t + p.head_dim * kRows;
+    p_tile = grad_out_t + p.value_dim * kRows;
+    ds_tile = p_tile + kBackwardBlockKeys * kRows;
+    mask.bias = ds_tile + kBackwardBlockKeys * kRows;
+    mask.bits = reinterpret_cast<uint8_t*>(mask.bias + kBackwardBlockKeys * kRows);
+    end_of_scratch = scratch + scratch_numbers(p);
+  }
+
+  KeyRange keys_of_rows() const {
+    return keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
+  }
+
+  void load_rows() {
+    tile.pack_transposed(p.query, p.head_dim, p.scale, query_t);
+    tile.pack_transposed(params.grad_out, p.value_dim, T(1), grad_out_t);
+    for (int r = 0; r < kRows; ++r) {
+      // A lane without a row gets lse = inf, hence P = 0.
+      lse[r] = static_cast<T>(__builtin_inff());
+      delta[r] = T(0);
+    }
+    for (int r = 0; r < tile.rows; ++r) {
+      const T* grad_out = tile.row(params.grad_out, r);
+      const T* out = tile.row(params.out, r);
+      const int64_t scalar = tile.scalar(p, r);
+      const T sum = dot<T>(grad_out, out, p.value_dim);
+      lse[r] = params.lse[scalar];
+      delta[r] = params.grad_lse == nullptr ? sum : sum - params.grad_lse[scalar];
+    }
+  }
+
+  /// P and dS of the keys first_key .. first_key + keys.
+  TileState load_block(int64_t first_key, int keys) {
+    const TileState state = mask.load(p, tile, first_key, keys);
+    if (state == TileState::kEmpty) return state;
+    const T* key = tile.keys_of_head(p.key) + first_key * p.key.row_stride;
+    const T* value = tile.keys_of_head(p.value) + first_key * p.value.row_stride;
+    for (int half = 0; half < kRows; half += kHalf) {
+      product(keys, p.head_dim, key, p.key.row_stride, query_t + half, p_tile + half);
+      product(keys, p.value_dim, value, p.value.row_stride, grad_out_t + half, ds_tile + half);
+    }
+    if (mask.has_bias(p)) {
+      for (int64_t x = 0; x < static_cast<int64_t>(keys) * kRows; x += S::kWidth) {
+        S::store(p_tile + x, S::load(p_tile + x) + S::load(mask.bias + x));
+      }
+    }
+    if (state == TileState::kPartial) {
+      softmax_backward<true>(keys);
+    } else {
+      softmax_backward<false>(keys);
+    }
+    return state;
+  }
+
+ private:
+  static void product(int keys, int64_t depth, const T* a, int64_t a_row, const T* b, T* c) {
+    multiply<T, kBackwardVectors / 2>(
+        keys, depth, a, a_row, UnitStride{}, b, kRows,
+        [=](int64_t k, int v, typename S::Number x) __attribute__((always_inline)) {
+          S::store(c + k * kRows + v * S::kWidth, x);
+        });
+  }
+
+  /// p_tile: S -> P, ds_tile: dP -> dS. Pairs that are not kept get 0 by selection, as their S and
+  /// dP may be NaN.
+  template <bool kMasked>
+  void softmax_backward(int keys) {
+    for (int v = 0; v < kBackwardVectors; ++v) {
+      const auto row_lse = S::load(lse + v * S::kWidth);
+      const auto row_delta = S::load(delta + v * S::kWidth);
+      for (int k = 0; k < keys; ++k) {
+        T* s = p_tile + k * kRows + v * S::kWidth;
+        T* g = ds_tile + k * kRows + v * S::kWidth;
+        // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
+        const auto below = S::minimum(S::zero(), S::load(s) - row_lse);
+        auto probability = exp_of_nonpositive<T>(below);
+        auto ds = probability * (S::load(g) - row_delta);
+        if constexpr (kMasked) {
+          const auto kept = S::bit_of_bytes(mask.bits + k / 8 * kRows + v * S::kWidth, k % 8);
+          probability = S::select(kept, probability, S::zero());
+          ds = S::select(kept, ds, S::zero());
+        }
+        S::store(s, probability);
+        S::store(g, ds);
+      }
+    }
+  }
+};
+
+}  // namespace qkv::kernels::QKV_ISA

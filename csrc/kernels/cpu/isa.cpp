@@ -1,0 +1,46 @@
+#include "kernels/cpu/isa.h"
+
+#include <string.h>
+
+namespace qkv::kernels {
+
+namespace {
+
+struct Isa {
+  const CpuKernelTable* table;
+  bool (*runs_here)();
+};
+
+// Best first.
+const Isa kIsas[] = {
+#if defined(QKV_X86)
+    {&avx512::table,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+     }},
+    {&avx2::table, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+#endif
+    {&generic::table, [] { return true; }},
+};
+
+}  // namespace
+
+ChosenKernels choose_cpu_kernels(const char* name) {
+  for (const Isa& isa : kIsas) {
+    if (name != nullptr && strcmp(name, isa.table->isa) != 0) continue;
+    if (isa.runs_here()) return {IsaChoice::kFound, isa.table};
+    if (name != nullptr) return {IsaChoice::kNotOnThisCpu, nullptr};
+  }
+  return {IsaChoice::kUnknownName, nullptr};
+}
+
+const char* cpu_isa_names() {
+#if defined(QKV_X86)
+  return "avx512, avx2, generic";
+#else
+  return "generic";
+#endif
+}
+
+}  // namespace qkv::kernels

@@ -1,0 +1,62 @@
+#pragma once
+
+#include "kernels/params.h"
+
+// Every kernel is compiled once per instruction set, in a namespace of its name; the table is all
+// that is seen of it from outside. Which one runs is decided once, at the first call.
+
+namespace qkv::kernels {
+
+/// Kernels work on numbered units, any of which may run on any thread, each with its own scratch.
+template <class T>
+struct CpuKernels {
+  int64_t tile_rows;
+  int64_t block_keys;
+
+  int64_t (*forward_units)(const ForwardParams<T>&);
+  int64_t (*forward_scratch_bytes)(const ForwardParams<T>&);
+  void (*forward)(const ForwardParams<T>&, int64_t unit, void* scratch);
+
+  int64_t (*backward_row_tiles)(const Problem<T>&);
+  int64_t (*backward_scratch_bytes)(const BackwardParams<T>&);
+  int64_t (*partial_grad_query_size)(const BackwardParams<T>&);
+  void (*backward)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
+  void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit,
+                         void* scratch);
+
+  int64_t (*mask_gradient_units)(const MaskGradientParams<T>&);
+  int64_t (*mask_gradient_scratch_bytes)(const MaskGradientParams<T>&);
+  void (*mask_gradient)(const MaskGradientParams<T>&, int64_t unit, void* scratch);
+};
+
+struct CpuKernelTable {
+  const char* isa;
+  CpuKernels<float> float32;
+  CpuKernels<double> float64;
+};
+
+namespace generic {
+extern const CpuKernelTable table;
+}
+namespace avx2 {
+extern const CpuKernelTable table;
+}
+namespace avx512 {
+extern const CpuKernelTable table;
+}
+
+enum class IsaChoice { kFound, kUnknownName, kNotOnThisCpu };
+
+struct ChosenKernels {
+  IsaChoice choice;
+  const CpuKernelTable* table;  // nullptr unless found
+};
+
+/// The best instruction set of this processor, or the one called `name` ("generic", "avx2",
+/// "avx512") if it is not nullptr.
+ChosenKernels choose_cpu_kernels(const char* name);
+
+/// The sets compiled into this library, best first, separated by ", ".
+const char* cpu_isa_names();
+
+}  // namespace qkv::kernels

@@ -1,0 +1,112 @@
+#pragma once
+
+// The gradient of an additive mask is dS itself, summed over the dimensions in which the mask is
+// broadcast. This second pass over the scores (two products more) owns elements of the gradient
+// rather than keys, so that it needs no memory but the gradient, whatever is broadcast:
+//
+//     grad_mask (b, h, i, j) += dS (b', h', i', j')  for all (b', h', i', j') that read element
+//                                                    (b, h, i, j) of the mask, in a fixed order
+//
+// A unit of work owns one (b, h) of the mask and, if the mask has rows, one tile of rows, else a
+// few blocks of keys.
+
+namespace qkv::kernels::QKV_ISA {
+
+constexpr int64_t kMaskGradientKeys = 4 * kBackwardBlockKeys;  // of a unit without rows
+
+/// How many units there are of each kind; a dimension that is summed over has one.
+struct MaskGradientUnits {
+  int64_t batches;
+  int64_t heads;
+  int64_t row_tiles;
+  int64_t key_ranges;
+
+  template <class T>
+  static MaskGradientUnits of(const MaskGradientParams<T>& params) {
+    const Problem<T>& p = params.backward.problem;
+    const Operand<T>& mask = params.grad_mask;
+    MaskGradientUnits units{1, 1, 1, 1};
+    for (int d = 0; d < p.batch_rank; ++d) {
+      if (mask.batch_stride[d] != 0) units.batches *= p.batch_size[d];
+    }
+    if (mask.head_stride != 0) units.heads = p.query_heads;
+    if (mask.row_stride != 0) {
+      units.row_tiles = (p.queries + kBackwardRows<T> - 1) / kBackwardRows<T>;
+    } else if (mask.column_stride != 0) {
+      units.key_ranges = (p.keys + kMaskGradientKeys - 1) / kMaskGradientKeys;
+    }
+    return units;
+  }
+
+  int64_t count() const { return batches * heads * row_tiles * key_ranges; }
+};
+
+/// The batch element at `kept` in the mask's own batch dimensions and at `summed` in the others.
+template <class T>
+inline int64_t batch_of_mask(const MaskGradientParams<T>& params, int64_t kept, int64_t summed) {
+  const Problem<T>& p = params.backward.problem;
+  int64_t number = 0, step = 1;
+  for (int d = p.batch_rank - 1; d >= 0; --d) {
+    int64_t& left = params.grad_mask.batch_stride[d] != 0 ? kept : summed;
+    number += left % p.batch_size[d] * step;
+    left /= p.batch_size[d];
+    step *= p.batch_size[d];
+  }
+  return number;
+}
+
+template <class T>
+inline int64_t mask_gradient_scratch_bytes(const MaskGradientParams<T>& params) {
+  return BackwardTile<T>::scratch_numbers(params.backward.problem) *
+         static_cast<int64_t>(sizeof(T));
+}
+
+template <class T>
+inline void mask_gradient(const MaskGradientParams<T>& params, int64_t unit, void* scratch) {
+  constexpr int kRows = kBackwardRows<T>;
+  const Problem<T>& p = params.backward.problem;
+  const Operand<T>& mask = params.grad_mask;
+  const auto units = MaskGradientUnits::of(params);
+  const int64_t key_range = unit % units.key_ranges;
+  unit /= units.key_ranges;
+  const int64_t row_tile = unit % units.row_tiles;
+  unit /= units.row_tiles;
+  const int64_t mask_head = unit % units.heads;
+  const int64_t mask_batch = unit / units.heads;
+
+  const int64_t group = p.query_heads / p.kv_heads;
+  const int64_t summed_batches = p.batch / units.batches;
+  const int64_t first_head = units.heads > 1 ? mask_head : 0;
+  const int64_t end_head = units.heads > 1 ? mask_head + 1 : p.query_heads;
+  const int64_t first_row = units.row_tiles > 1 ? row_tile * kRows : 0;
+  const int64_t end_row = units.row_tiles > 1 ? first_row + 1 : p.queries;
+  const KeyRange keys = units.key_ranges > 1 ? KeyRange{key_range * kMaskGradientKeys,
+                                                        (key_range + 1) * kMaskGradientKeys}
+                                             : KeyRange{0, p.keys};
+
+  BackwardTile<T> work(params.backward, static_cast<T*>(scratch));
+  for (int64_t b = 0; b < summed_batches; ++b) {
+    const int64_t batch = batch_of_mask(params, mask_batch, b);
+    for (int64_t head = first_head; head < end_head; ++head) {
+      for (int64_t row = first_row; row < end_row; row += kRows) {
+        work.tile = RowTile<kRows>::make(p, batch, head / group, head, 1, row);
+        const KeyRange range = work.keys_of_rows().intersection(keys);
+        if (range.empty()) continue;
+        work.load_rows();
+        for (int64_t n = range.begin; n < range.end; n += kBackwardBlockKeys) {
+          const int block = range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n)
+                                                               : kBackwardBlockKeys;
+          if (work.load_block(n, block) == TileState::kEmpty) continue;
+          for (int r = 0; r < work.tile.rows; ++r) {
+            T* grad = work.tile.row(mask, r) + n * mask.column_stride;
+            for (int k = 0; k < block; ++k) {
+              grad[k * mask.column_stride] += work.ds_tile[k * kRows + r];
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace qkv::kernels::QKV_ISA

@@ -1,0 +1,183 @@
+#pragma once
+
+// Which pairs (query row, key) of a tile are kept, and what the additive mask puts on them.
+//
+// Band, bool mask, float mask (-inf drops a pair) and key mask all end in one bit a pair:
+//
+//     bits[g][r], bit b  =  keep(row r, key first_key + 8·g + b)
+//
+// so a tile is known to be empty (skipped: K and V are not even read), full (no masking at all) or
+// partial before its scores are computed.
+
+namespace qkv::kernels::QKV_ISA {
+
+enum class TileState { kEmpty, kPartial, kFull };
+
+/// Bits begin <= b < end of a byte; begin and end may lie outside of it.
+inline uint8_t bits_in_range(int64_t begin, int64_t end) {
+  if (begin >= 8 || end <= 0 || begin >= end) return 0;
+  const unsigned from = begin <= 0 ? 0xffu : 0xffu << begin;
+  const unsigned to = end >= 8 ? 0xffu : 0xffu >> (8 - end);
+  return static_cast<uint8_t>(from & to);
+}
+
+/// Up to 8 bools to bits, byte b to bit b.
+inline uint8_t bits_of_bools(const uint8_t* bools, int64_t stride, int count) {
+  if (stride == 1 && count == 8) {
+    uint64_t x;
+    __builtin_memcpy(&x, bools, 8);
+    const uint64_t low = 0x7f7f7f7f7f7f7f7full;
+    x = (((x & low) + low) | x) >> 7 & 0x0101010101010101ull;  // any non-zero byte is true
+    return static_cast<uint8_t>(x * 0x0102040810204080ull >> 56);
+  }
+  unsigned bits = 0;
+  for (int b = 0; b < count; ++b) bits |= static_cast<unsigned>(bools[b * stride] != 0) << b;
+  return static_cast<uint8_t>(bits);
+}
+
+template <class T, int kRows>
+struct MaskTile {
+  uint8_t* bits;  // [ceil(keys / 8)][kRows]
+  T* bias;        // [keys][kRows], written only for a float mask
+
+  static bool has_bias(const Problem<T>& problem) {
+    return problem.attn_mask.type == MaskType::kFloat32 ||
+           problem.attn_mask.type == MaskType::kFloat64;
+  }
+
+  TileState load(const Problem<T>& problem, const RowTile<kRows>& tile, int64_t first_key,
+                 int keys) {
+    const KeyRange block{first_key, first_key + keys};
+    const bool band_is_full = keys_of_all(problem.band, tile.first_query(), tile.last_query(),
+                                          problem.keys).contains(block);
+    const bool has_mask = problem.attn_mask.type != MaskType::kNone;
+    if (band_is_full && !has_mask && problem.key_mask.data == nullptr) return TileState::kFull;
+
+    const int bytes = (keys + 7) / 8;
+    if (band_is_full) {
+      __builtin_memset(bits, 0xff, static_cast<size_t>(bytes) * kRows);
+    } else {
+      load_band(problem, tile, first_key, bytes);
+    }
+    if (problem.key_mask.data != nullptr) and_key_mask(problem.key_mask, tile, first_key, keys);
+    switch (problem.attn_mask.type) {
+      case MaskType::kNone:
+        break;
+      case MaskType::kBool:
+        and_bool_mask(problem.attn_mask, tile, first_key, keys);
+        break;
+      case MaskType::kFloat32:
+        load_float_mask<float>(problem.attn_mask, tile, first_key, keys);
+        break;
+      case MaskType::kFloat64:
+        load_float_mask<double>(problem.attn_mask, tile, first_key, keys);
+        break;
+    }
+    return state(tile.rows, keys);
+  }
+
+ private:
+  using size_t = decltype(sizeof(0));
+
+  void load_band(const Problem<T>& problem, const RowTile<kRows>& tile, int64_t first_key,
+                 int bytes) {
+    for (int r = 0; r < tile.rows; ++r) {
+      const KeyRange range = keys_of_query(problem.band, tile.query[r], problem.keys);
+      for (int g = 0; g < bytes; ++g) {
+        const int64_t origin = first_key + 8 * g;
+        bits[g * kRows + r] = bits_in_range(range.begin - origin, range.end - origin);
+      }
+    }
+    for (int r = tile.rows; r < kRows; ++r) {
+      for (int g = 0; g < bytes; ++g) bits[g * kRows + r] = 0;
+    }
+  }
+
+  void and_key_mask(const KeyMask& mask, const RowTile<kRows>& tile, int64_t first_key, int keys) {
+    const uint8_t* of_batch =
+        mask.data + tile.batch.offset(mask.batch_stride) + first_key * mask.column_stride;
+    for (int k = 0; k < keys; k += 8) {
+      const uint8_t kept = bits_of_bools(of_batch + k * mask.column_stride, mask.column_stride,
+                                         keys - k < 8 ? keys - k : 8);
+      for (int r = 0; r < kRows; ++r) bits[k / 8 * kRows + r] &= kept;
+    }
+  }
+
+  template <class M>
+  static const M* mask_row(const Mask& mask, const RowTile<kRows>& tile, int r,
+                           int64_t first_key) {
+    return static_cast<const M*>(mask.data) + tile.batch.offset(mask.batch_stride) +
+           tile.head[r] * mask.head_stride + tile.query[r] * mask.row_stride +
+           first_key * mask.column_stride;
+  }
+
+  void and_bool_mask(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key, int keys) {
+    for (int r = 0; r < tile.rows; ++r) {
+      const uint8_t* row = mask_row<uint8_t>(mask, tile, r, first_key);
+      for (int k = 0; k < keys; k += 8) {
+        bits[k / 8 * kRows + r] &= bits_of_bools(row + k * mask.column_stride, mask.column_stride,
+                                                 keys - k < 8 ? keys - k : 8);
+      }
+    }
+  }
+
+  template <class M>
+  void load_float_mask(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key, int keys) {
+    const M dropped = -static_cast<M>(__builtin_inff());
+    for (int r = 0; r < tile.rows; ++r) {
+      const M* row = mask_row<M>(mask, tile, r, first_key);
+      for (int k = 0; k < keys; k += 8) {
+        unsigned kept = 0;
+        const int count = keys - k < 8 ? keys - k : 8;
+        for (int b = 0; b < count; ++b) {
+          const M x = row[(k + b) * mask.column_stride];
+          kept |= static_cast<unsigned>(x != dropped) << b;
+          bias[(k + b) * kRows + r] = static_cast<T>(x);
+        }
+        bits[k / 8 * kRows + r] &= static_cast<uint8_t>(kept);
+      }
+    }
+    for (int r = tile.rows; r < kRows; ++r) {
+      for (int k = 0; k < keys; ++k) bias[k * kRows + r] = T(0);
+    }
+  }
+
+  TileState state(int rows, int keys) const {
+    unsigned all = 0xff, any = 0;
+    for (int k = 0; k < keys; k += 8) {
+      const uint8_t inside = bits_in_range(0, keys - k);
+      const uint8_t* bytes = bits + k / 8 * kRows;
+      for (int r = 0; r < rows; ++r) {
+        all &= bytes[r] | static_cast<uint8_t>(~inside);
+        any |= bytes[r] & inside;
+      }
+    }
+    return any == 0 ? TileState::kEmpty : (all & 0xff) == 0xff ? TileState::kFull
+                                                               : TileState::kPartial;
+  }
+};
+
+/// scores[k][r] += bias, then -inf where the pair is not kept; block_max takes the new maxima.
+template <class T, int kVectors>
+inline void apply_mask(const MaskTile<T, kVectors * Simd<T>::kWidth>& mask, bool has_bias,
+                       TileState state, int keys, T* scores,
+                       typename Simd<T>::Number* block_max) {
+  using S = Simd<T>;
+  constexpr int kRows = kVectors * S::kWidth;
+  const auto dropped = S::set(-static_cast<T>(__builtin_inff()));
+  for (int k = 0; k < keys; ++k) {
+    for (int v = 0; v < kVectors; ++v) {
+      T* s = scores + k * kRows + v * S::kWidth;
+      auto x = S::load(s);
+      if (has_bias) x = x + S::load(mask.bias + k * kRows + v * S::kWidth);
+      if (state == TileState::kPartial) {
+        x = S::select(S::bit_of_bytes(mask.bits + k / 8 * kRows + v * S::kWidth, k % 8), x,
+                      dropped);
+      }
+      S::store(s, x);
+      block_max[v] = S::maximum(block_max[v], x);
+    }
+  }
+}
+
+}  // namespace qkv::kernels::QKV_ISA

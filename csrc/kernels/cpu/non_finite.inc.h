@@ -1,0 +1,65 @@
+#pragma once
+
+// What is masked out cannot matter, even if it is NaN or inf: but 0 · NaN is NaN, so a matrix
+// product over a tile with masked pairs would let it through. Tiles that are partly masked look at
+// their operands first, and those with something non-finite in them take the products below, which
+// leave out the masked terms. For finite operands these give the same bits as the plain products.
+
+namespace qkv::kernels::QKV_ISA {
+
+template <class T>
+inline bool all_finite(const T* x, int64_t row_stride, int64_t rows, int64_t width) {
+  using S = Simd<T>;
+  auto sum = S::zero();  // of x · 0: 0 or NaN
+  T tail = T(0);
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t d = 0;
+    for (; d + S::kWidth <= width; d += S::kWidth) {
+      sum = S::fma(S::load(x + r * row_stride + d), S::zero(), sum);
+    }
+    for (; d < width; ++d) tail += x[r * row_stride + d] * T(0);
+  }
+  alignas(64) T lanes[S::kWidth];
+  S::store(lanes, sum);
+  for (int l = 0; l < S::kWidth; ++l) tail += lanes[l];
+  return tail == T(0);
+}
+
+/// c[d][r] += sum over the keys n that row r keeps of a[n][d] · b[n][r]
+template <class T, int kVectors>
+inline void multiply_add_kept_keys(int64_t keys, int64_t width, const T* a, int64_t a_row,
+                                   const T* b, const uint8_t* bits, T* c) {
+  using S = Simd<T>;
+  constexpr int kRows = kVectors * S::kWidth;
+  for (int64_t n = 0; n < keys; ++n) {
+    for (int v = 0; v < kVectors; ++v) {
+      const auto kept = S::bit_of_bytes(bits + n / 8 * kRows + v * S::kWidth, n % 8);
+      const auto b_n = S::load(b + n * kRows + v * S::kWidth);
+      for (int64_t d = 0; d < width; ++d) {
+        T* c_d = c + d * kRows + v * S::kWidth;
+        const auto before = S::load(c_d);
+        S::store(c_d, S::select(kept, S::fma(S::set(a[n * a_row + d]), b_n, before), before));
+      }
+    }
+  }
+}
+
+/// c[n][d] += sum over the rows r that keep key n of a[n][r] · b[r][d]; c_row is a whole number of
+/// vectors
+template <class T, int kRows>
+inline void multiply_add_kept_rows(int64_t keys, const T* a, const T* b, const uint8_t* bits, T* c,
+                                   int64_t c_row) {
+  using S = Simd<T>;
+  for (int64_t n = 0; n < keys; ++n) {
+    for (int r = 0; r < kRows; ++r) {
+      if ((bits[n / 8 * kRows + r] >> (n % 8) & 1) == 0) continue;
+      const auto a_nr = S::set(a[n * kRows + r]);
+      for (int64_t d = 0; d < c_row; d += S::kWidth) {
+        T* c_n = c + n * c_row + d;
+        S::store(c_n, S::fma(a_nr, S::load(b + r * c_row + d), S::load(c_n)));
+      }
+    }
+  }
+}
+
+}  // namespace qkv::kernels::QKV_ISA

@@ -1,0 +1,117 @@
+#pragma once
+
+// A tile is a few query rows that share one key/value head. With grouped queries (G query heads a
+// key/value head) it takes its rows from all of them, interleaved, so that K and V are read once a
+// group and neighbouring rows see nearly the same keys:
+//
+//     packed row   0    1    2    3    4    5   ..  G·M - 1        (G = 3)
+//     query        0    0    0    1    1    1
+//     head         h0  h0+1 h0+2  h0  h0+1 h0+2
+//
+// Rows lie in the lanes of vectors: a tile of 48 rows is 3 vectors of 16 floats.
+
+namespace qkv::kernels::QKV_ISA {
+
+/// Position of a batch element in the batch dimensions of a problem.
+struct BatchIndex {
+  int rank;
+  int64_t index[kMaxBatchRank];
+
+  int64_t offset(const int64_t* strides) const {
+    int64_t sum = 0;
+    for (int d = 0; d < rank; ++d) sum += index[d] * strides[d];
+    return sum;
+  }
+};
+
+template <class T>
+inline BatchIndex batch_index(const Problem<T>& problem, int64_t batch) {
+  BatchIndex b;
+  b.rank = problem.batch_rank;
+  for (int d = b.rank - 1; d >= 0; --d) {
+    b.index[d] = batch % problem.batch_size[d];
+    batch /= problem.batch_size[d];
+  }
+  return b;
+}
+
+template <int kRows>
+struct RowTile {
+  BatchIndex batch;
+  int64_t batch_number;
+  int64_t kv_head;
+  int rows;  // <= kRows; the lanes after them hold zeros
+  int64_t query[kRows];
+  int64_t head[kRows];
+
+  int64_t first_query() const { return query[0]; }
+  int64_t last_query() const { return query[rows - 1]; }
+
+  /// Packed rows first_row .. of the query heads first_head .. first_head + group.
+  template <class T>
+  static RowTile make(const Problem<T>& problem, int64_t batch, int64_t kv_head,
+                      int64_t first_head, int64_t group, int64_t first_row) {
+    RowTile tile;
+    tile.batch = batch_index(problem, batch);
+    tile.batch_number = batch;
+    tile.kv_head = kv_head;
+    const int64_t left = group * problem.queries - first_row;
+    tile.rows = left < kRows ? static_cast<int>(left) : kRows;
+    for (int r = 0; r < tile.rows; ++r) {
+      tile.query[r] = (first_row + r) / group;
+      tile.head[r] = first_head + (first_row + r) % group;
+    }
+    return tile;
+  }
+
+  template <class T>
+  T* row(const Operand<T>& x, int r) const {
+    return x.data + batch.offset(x.batch_stride) + head[r] * x.head_stride +
+           query[r] * x.row_stride;
+  }
+
+  template <class T>
+  T* keys_of_head(const Operand<T>& x) const {
+    return x.data + batch.offset(x.batch_stride) + kv_head * x.head_stride;
+  }
+
+  /// Where row r has its scalar in a dense (B, Hq, M).
+  template <class T>
+  int64_t scalar(const Problem<T>& problem, int r) const {
+    return (batch_number * problem.query_heads + head[r]) * problem.queries + query[r];
+  }
+
+  /// to[d][r] = scale · x[r][d], 0 for the lanes without a row.
+  template <class T>
+  void pack_transposed(const Operand<const T>& x, int64_t width, T scale, T* to) const {
+    for (int r = 0; r < rows; ++r) {
+      const T* from = row(x, r);
+      for (int64_t d = 0; d < width; ++d) to[d * kRows + r] = scale * from[d];
+    }
+    for (int r = rows; r < kRows; ++r) {
+      for (int64_t d = 0; d < width; ++d) to[d * kRows + r] = T(0);
+    }
+  }
+
+  /// to[r][d] = scale · x[r][d], 0 for the lanes without a row and for the columns after width.
+  template <class T>
+  void pack(const Operand<const T>& x, int64_t width, T scale, T* to, int64_t to_row) const {
+    for (int r = 0; r < kRows; ++r) {
+      const T* from = r < rows ? row(x, r) : nullptr;
+      for (int64_t d = 0; d < to_row; ++d) {
+        to[r * to_row + d] = from != nullptr && d < width ? scale * from[d] : T(0);
+      }
+    }
+  }
+
+  /// x[r][d] = scale[r] · from[d][r]
+  template <class T>
+  void unpack_transposed(const T* from, int64_t width, const T* scale, const Operand<T>& x) const {
+    for (int r = 0; r < rows; ++r) {
+      T* to = row(x, r);
+      for (int64_t d = 0; d < width; ++d) to[d * x.column_stride] = scale[r] * from[d * kRows + r];
+    }
+  }
+};
+
+}  // namespace qkv::kernels::QKV_ISA

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+// Vectors of 8 floats or 4 doubles; the interface is described in simd_avx512.h.
+
+#define QKV_INLINE inline __attribute__((always_inline))
+
+namespace qkv::kernels::avx2 {
+
+template <class T>
+struct Simd;
+
+template <>
+struct Simd<float> {
+  using Number = __m256;
+  using Mask = __m256;
+  static constexpr int kWidth = 8;
+  static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
+  static constexpr int kOuterVectors = 3;  // and the shape for long rows of C
+  static constexpr int kOuterRows = 4;
+  static constexpr float kExpZero = -88.1f;  // exp(x) is exactly 0 from here down
+
+  static QKV_INLINE Number zero() { return _mm256_setzero_ps(); }
+  static QKV_INLINE Number set(float x) { return _mm256_set1_ps(x); }
+  static QKV_INLINE Number load(const float* p) { return _mm256_loadu_ps(p); }
+  static QKV_INLINE void store(float* p, Number x) { _mm256_storeu_ps(p, x); }
+  static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm256_fmadd_ps(a, b, c); }
+  static QKV_INLINE Number maximum(Number a, Number b) { return _mm256_max_ps(a, b); }
+  static QKV_INLINE Number minimum(Number a, Number b) { return _mm256_min_ps(a, b); }
+  static QKV_INLINE Number round(Number x) {
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  /// x · 2^n for integral -127 <= n <= 127; 0 for n = -127.
+  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return x * _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+  }
+  static QKV_INLINE Mask equal(Number a, Number b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+  static QKV_INLINE bool any_greater(Number a, Number b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
+  }
+  static QKV_INLINE Number select(Mask m, Number a, Number b) { return _mm256_blendv_ps(b, a, m); }
+  static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
+    const __m256i selected = _mm256_set1_epi32(1 << bit);
+    const __m256i b = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(b, selected), selected));
+  }
+};
+
+template <>
+struct Simd<double> {
+  using Number = __m256d;
+  using Mask = __m256d;
+  static constexpr int kWidth = 4;
+  static constexpr int kBroadcastRows = 4;
+  static constexpr int kOuterVectors = 3;
+  static constexpr int kOuterRows = 4;
+  static constexpr double kExpZero = -709.4;
+
+  static QKV_INLINE Number zero() { return _mm256_setzero_pd(); }
+  static QKV_INLINE Number set(double x) { return _mm256_set1_pd(x); }
+  static QKV_INLINE Number load(const double* p) { return _mm256_loadu_pd(p); }
+  static QKV_INLINE void store(double* p, Number x) { _mm256_storeu_pd(p, x); }
+  static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm256_fmadd_pd(a, b, c); }
+  static QKV_INLINE Number maximum(Number a, Number b) { return _mm256_max_pd(a, b); }
+  static QKV_INLINE Number minimum(Number a, Number b) { return _mm256_min_pd(a, b); }
+  static QKV_INLINE Number round(Number x) {
+    return _mm256_round_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  /// x · 2^n for integral -1023 <= n <= 1023; 0 for n = -1023.
+  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
+    // There is no double -> int64 conversion before AVX-512: adding 1.5 · 2^52 leaves n, in two's
+    // complement, in the lowest bits.
+    const __m256i low_bits = _mm256_castpd_si256(n + _mm256_set1_pd(6755399441055744.0));
+    const __m256i biased = _mm256_add_epi64(low_bits, _mm256_set1_epi64x(1023));
+    return x * _mm256_castsi256_pd(_mm256_slli_epi64(biased, 52));
+  }
+  static QKV_INLINE Mask equal(Number a, Number b) { return _mm256_cmp_pd(a, b, _CMP_EQ_OQ); }
+  static QKV_INLINE bool any_greater(Number a, Number b) {
+    return _mm256_movemask_pd(_mm256_cmp_pd(a, b, _CMP_GT_OQ)) != 0;
+  }
+  static QKV_INLINE Number select(Mask m, Number a, Number b) { return _mm256_blendv_pd(b, a, m); }
+  static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
+    int32_t four;
+    __builtin_memcpy(&four, bytes, sizeof(four));
+    const __m256i selected = _mm256_set1_epi64x(1 << bit);
+    const __m256i b = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+    return _mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_and_si256(b, selected), selected));
+  }
+};
+
+}  // namespace qkv::kernels::avx2

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+// Vectors of 16 floats or 8 doubles. The interface is the same in simd_avx2.h and simd_generic.h;
+// arithmetic is written with operators, which g++ and clang define for vector types.
+
+#define QKV_INLINE inline __attribute__((always_inline))
+
+namespace qkv::kernels::avx512 {
+
+template <class T>
+struct Simd;
+
+template <>
+struct Simd<float> {
+  using Number = __m512;
+  using Mask = __mmask16;
+  static constexpr int kWidth = 16;
+  static constexpr int kBroadcastRows = 8;  // 8 x 3 accumulators, 3 operands: 27 of 32 registers
+  static constexpr int kOuterVectors = 4;  // and the shape for long rows of C
+  static constexpr int kOuterRows = 6;
+  static constexpr float kExpZero = -106.0f;  // exp(x) is exactly 0 from here down
+
+  static QKV_INLINE Number zero() { return _mm512_setzero_ps(); }
+  static QKV_INLINE Number set(float x) { return _mm512_set1_ps(x); }
+  static QKV_INLINE Number load(const float* p) { return _mm512_loadu_ps(p); }
+  static QKV_INLINE void store(float* p, Number x) { _mm512_storeu_ps(p, x); }
+  static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm512_fmadd_ps(a, b, c); }
+  /// A NaN in `b` stays, a NaN in `a` may be lost.
+  static QKV_INLINE Number maximum(Number a, Number b) { return _mm512_max_ps(a, b); }
+  static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_ps(a, b); }
+  static QKV_INLINE Number round(Number x) { return _mm512_roundscale_ps(x, 0); }
+  /// x · 2^n for integral n, underflowing to denormals and to 0.
+  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) { return _mm512_scalef_ps(x, n); }
+  static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+  static QKV_INLINE bool any_greater(Number a, Number b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0;
+  }
+  static QKV_INLINE Number select(Mask m, Number a, Number b) {
+    return _mm512_mask_blend_ps(m, b, a);
+  }
+  /// Lane r: is bit `bit` of bytes[r] set?
+  static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+    return _mm_test_epi8_mask(b, _mm_set1_epi8(static_cast<char>(1 << bit)));
+  }
+};
+
+template <>
+struct Simd<double> {
+  using Number = __m512d;
+  using Mask = __mmask8;
+  static constexpr int kWidth = 8;
+  static constexpr int kBroadcastRows = 8;
+  static constexpr int kOuterVectors = 4;
+  static constexpr int kOuterRows = 6;
+  static constexpr double kExpZero = -746.5;
+
+  static QKV_INLINE Number zero() { return _mm512_setzero_pd(); }
+  static QKV_INLINE Number set(double x) { return _mm512_set1_pd(x); }
+  static QKV_INLINE Number load(const double* p) { return _mm512_loadu_pd(p); }
+  static QKV_INLINE void store(double* p, Number x) { _mm512_storeu_pd(p, x); }
+  static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm512_fmadd_pd(a, b, c); }
+  static QKV_INLINE Number maximum(Number a, Number b) { return _mm512_max_pd(a, b); }
+  static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_pd(a, b); }
+  static QKV_INLINE Number round(Number x) { return _mm512_roundscale_pd(x, 0); }
+  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) { return _mm512_scalef_pd(x, n); }
+  static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
+  static QKV_INLINE bool any_greater(Number a, Number b) {
+    return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ) != 0;
+  }
+  static QKV_INLINE Number select(Mask m, Number a, Number b) {
+    return _mm512_mask_blend_pd(m, b, a);
+  }
+  static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
+    const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
+    return static_cast<Mask>(_mm_test_epi8_mask(b, _mm_set1_epi8(static_cast<char>(1 << bit))));
+  }
+};
+
+}  // namespace qkv::kernels::avx512

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <stdint.h>
+
+// Vectors of 4 floats or 2 doubles in the compiler's own vector types: any processor. The
+// interface is described in simd_avx512.h.
+
+#define QKV_INLINE inline __attribute__((always_inline))
+
+namespace qkv::kernels::generic {
+
+template <class Real, class Integer>
+struct VectorTypes {
+  typedef Real Number __attribute__((vector_size(16)));
+  typedef Integer Mask __attribute__((vector_size(16)));  // all bits of a lane set, or none
+};
+
+template <class T>
+struct Simd;
+
+template <class Real, class Integer, int kExponentBias, int kMantissaBits>
+struct SimdOf {
+  using Number = typename VectorTypes<Real, Integer>::Number;
+  using Mask = typename VectorTypes<Real, Integer>::Mask;
+  static constexpr int kWidth = 16 / sizeof(Real);
+  static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
+  static constexpr int kOuterVectors = 3;
+  static constexpr int kOuterRows = 4;
+
+  static QKV_INLINE Number zero() { return Number{}; }
+  static QKV_INLINE Number set(Real x) { return x - Number{}; }  // keeps -0, inf and NaN
+  static QKV_INLINE Number load(const Real* p) {
+    Number x;
+    __builtin_memcpy(&x, p, sizeof(x));
+    return x;
+  }
+  static QKV_INLINE void store(Real* p, Number x) { __builtin_memcpy(p, &x, sizeof(x)); }
+  static QKV_INLINE Number fma(Number a, Number b, Number c) { return a * b + c; }
+  static QKV_INLINE Number maximum(Number a, Number b) { return a > b ? a : b; }
+  static QKV_INLINE Number minimum(Number a, Number b) { return a < b ? a : b; }
+  static QKV_INLINE Number round(Number x) {  // |x| < 2^(mantissa bits - 1)
+    const Number magic = set(kRoundingMagic);
+    return (x + magic) - magic;
+  }
+  /// x · 2^n for integral n >= -bias; 0 for n = -bias.
+  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
+    const Mask low_bits = bits(n + set(kRoundingMagic));  // n in two's complement, lowest bits
+    return x * number((low_bits + kExponentBias) << kMantissaBits);
+  }
+  static QKV_INLINE Mask equal(Number a, Number b) { return a == b; }
+  static QKV_INLINE bool any_greater(Number a, Number b) {
+    const Mask m = a > b;
+    Integer any = 0;
+    for (int lane = 0; lane < kWidth; ++lane) any |= m[lane];
+    return any != 0;
+  }
+  static QKV_INLINE Number select(Mask m, Number a, Number b) { return m ? a : b; }
+  static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
+    Mask m{};
+    for (int lane = 0; lane < kWidth; ++lane) m[lane] = -static_cast<Integer>(bytes[lane] >> bit & 1);
+    return m;
+  }
+
+ private:
+  // 1.5 · 2^mantissa bits: the last bit of a number of this size is worth 1.
+  static constexpr Real kRoundingMagic = static_cast<Real>(3ll << (kMantissaBits - 1));
+
+  static QKV_INLINE Mask bits(Number x) { return reinterpret_cast<Mask>(x); }
+  static QKV_INLINE Number number(Mask x) { return reinterpret_cast<Number>(x); }
+};
+
+template <>
+struct Simd<float> : SimdOf<float, int32_t, 127, 23> {
+  static constexpr float kExpZero = -88.1f;
+};
+
+template <>
+struct Simd<double> : SimdOf<double, int64_t, 1023, 52> {
+  static constexpr double kExpZero = -709.4;
+};
+
+}  // namespace qkv::kernels::generic

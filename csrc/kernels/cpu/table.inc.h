@@ -1,0 +1,47 @@
+#pragma once
+
+// What isa_*.cpp compiles: all kernels for one instruction set, whose simd_*.h is included before.
+
+#include "kernels/band.h"
+#include "kernels/cpu/isa.h"
+#include "kernels/online_softmax.h"
+#include "kernels/params.h"
+// Each of these builds on the ones before it.
+#include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/mask_tile.inc.h"
+#include "kernels/cpu/non_finite.inc.h"
+#include "kernels/cpu/attention_forward.inc.h"
+#include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/attention_backward.inc.h"
+#include "kernels/cpu/mask_gradient.inc.h"
+
+namespace qkv::kernels::QKV_ISA {
+
+template <class T>
+constexpr CpuKernels<T> make_kernels() {
+  return {
+      kForwardRows<T>,
+      kForwardBlockKeys,
+      forward_units<T>,
+      forward_scratch_bytes<T>,
+      attention_forward<T>,
+      backward_row_tiles<T>,
+      backward_scratch_bytes<T>,
+      partial_grad_query_size<T>,
+      attention_backward<T>,
+      sum_grad_query<T>,
+      [](const MaskGradientParams<T>& params) { return MaskGradientUnits::of(params).count(); },
+      mask_gradient_scratch_bytes<T>,
+      mask_gradient<T>,
+  };
+}
+
+#define QKV_STRING_OF(x) #x
+#define QKV_STRING(x) QKV_STRING_OF(x)
+
+extern const CpuKernelTable table = {QKV_STRING(QKV_ISA), make_kernels<float>(),
+                                     make_kernels<double>()};
+
+}  // namespace qkv::kernels::QKV_ISA

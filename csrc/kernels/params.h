@@ -1,0 +1,105 @@
+#pragma once
+
+#include <stdint.h>
+
+// What a kernel is told: plain data, no torch. The host fills these in (csrc/cpu/problem.cpp), the
+// kernels only read them. All strides are in elements.
+//
+// Letters: B batch, Hq query heads, Hkv key/value heads, M queries, N keys, D head dim of query and
+// key, Dv head dim of value.
+
+namespace qkv::kernels {
+
+/// Batch dimensions left after neighbours that step alike in every tensor have been merged.
+constexpr int kMaxBatchRank = 8;
+
+/// A tensor (batch.., head, row, column). Inputs have column_stride 1; outputs may have any.
+template <class T>
+struct Operand {
+  T* data;
+  int64_t batch_stride[kMaxBatchRank];
+  int64_t head_stride;
+  int64_t row_stride;
+  int64_t column_stride;
+};
+
+enum class MaskType : int32_t { kNone, kBool, kFloat32, kFloat64 };
+
+/// attn_mask (batch.., Hq, M, N): stride 0 wherever it is broadcast.
+struct Mask {
+  const void* data;
+  MaskType type;
+  int64_t batch_stride[kMaxBatchRank];
+  int64_t head_stride;
+  int64_t row_stride;
+  int64_t column_stride;
+};
+
+/// key_mask (batch.., N): 1 = may be attended to. data is nullptr when it is not given.
+struct KeyMask {
+  const uint8_t* data;
+  int64_t batch_stride[kMaxBatchRank];
+  int64_t column_stride;
+};
+
+/// Query i stands at p = i + offset and may see the keys p - left <= j <= p + right.
+struct Band {
+  int64_t left;   // -1: unbounded
+  int64_t right;  // -1: unbounded
+  int64_t offset;
+};
+
+/// What forward and backward have in common.
+template <class T>
+struct Problem {
+  int32_t batch_rank;
+  int64_t batch_size[kMaxBatchRank];
+  int64_t batch;  // product of batch_size
+  int64_t query_heads;
+  int64_t kv_heads;
+  int64_t queries;
+  int64_t keys;
+  int64_t head_dim;
+  int64_t value_dim;
+  T scale;
+  Band band;
+  Operand<const T> query;
+  Operand<const T> key;
+  Operand<const T> value;
+  Mask attn_mask;
+  KeyMask key_mask;
+};
+
+template <class T>
+struct ForwardParams {
+  Problem<T> problem;
+  Operand<T> out;
+  T* lse;  // (B, Hq, M), dense
+};
+
+/// Gradients that nobody asked for have data == nullptr.
+template <class T>
+struct BackwardParams {
+  Problem<T> problem;
+  Operand<const T> grad_out;
+  const T* grad_lse;  // (B, Hq, M), dense, or nullptr
+  Operand<const T> out;
+  const T* lse;  // (B, Hq, M), dense
+  Operand<T> grad_query;
+  Operand<T> grad_key;
+  Operand<T> grad_value;
+  // The keys are cut into `splits` ranges that are worked on independently; each leaves its share
+  // of grad_query in partial[head in this wave][split][row][D], summed afterwards in order.
+  int64_t splits;
+  T* partial_grad_query;  // nullptr when splits == 1
+};
+
+/// The gradient of a float attn_mask, summed over the dimensions in which the mask is broadcast:
+/// those have stride 0 here.
+template <class T>
+struct MaskGradientParams {
+  BackwardParams<T> backward;
+  Operand<T> grad_mask;
+};
+
+}  // namespace qkv::kernels

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <array>
+#include <vector>
+
+#include "operands.h"
+
+// Where results lie in memory. Real and meta kernels both allocate by these functions, so that
+// they agree.
+
+namespace qkv {
+
+/// An empty tensor of these sizes, dense, with its dimensions ordered in memory as those of `like`
+/// (same rank) are. Dimensions that `like` is expanded in keep their place.
+inline Tensor empty_dense_like(const Tensor& like, c10::SymIntArrayRef sizes) {
+  const auto strides = like.sym_strides();
+  const auto rank = static_cast<int64_t>(sizes.size());
+  std::vector<int64_t> order(rank);  // outermost first
+  for (int64_t d = 0; d < rank; ++d) order[d] = d;
+  // Insertion sort by falling stride; what cannot be compared (stride 0, equal strides) stays.
+  for (int64_t d = 1; d < rank; ++d) {
+    for (int64_t at = d; at > 0; --at) {
+      const c10::SymInt& outer = strides[order[at - 1]];
+      const c10::SymInt& inner = strides[order[at]];
+      if (outer == 0 || inner == 0 || outer >= inner) break;
+      std::swap(order[at - 1], order[at]);
+    }
+  }
+  std::vector<c10::SymInt> dense(rank);
+  c10::SymInt step = 1;
+  for (int64_t at = rank - 1; at >= 0; --at) {
+    dense[order[at]] = step;
+    if (sizes[order[at]] != 0) step = step * sizes[order[at]];
+  }
+  return at::empty_strided_symint(sizes, dense, like.options());
+}
+
+/// output as query lies in memory, (batch.., Hq, M, Dv); logsumexp (batch.., Hq, M).
+inline std::tuple<Tensor, Tensor> empty_forward_results(const Operands& x) {
+  auto sizes = x.query.sym_sizes().vec();
+  sizes.back() = x.value.sym_size(-1);
+  Tensor out = empty_dense_like(x.query, sizes);
+  sizes.pop_back();
+  const auto real = x.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {out, at::empty_symint(sizes, x.query.options().dtype(real))};
+}
+
+/// Each gradient as its input lies in memory; an empty tensor for one that is not needed.
+inline std::array<Tensor, 4> empty_gradients(const Operands& x, std::array<bool, 4> needs) {
+  const auto gradient = [&](const Tensor& input, bool needed) {
+    return needed ? empty_dense_like(input, input.sym_sizes()) : at::empty({0}, input.options());
+  };
+  return {gradient(x.query, needs[0]), gradient(x.key, needs[1]), gradient(x.value, needs[2]),
+          x.attn_mask ? gradient(*x.attn_mask, needs[3]) : at::empty({0}, x.query.options())};
+}
+
+}  // namespace qkv

@@ -1,0 +1,35 @@
+#pragma once
+
+#include "arguments.h"
+
+// Attention as it is defined (docs/design.md, section 1), in ordinary ATen operations: what the
+// tests compare with, what runs where there is no fused kernel, and what autograd differentiates
+// where there is no fused derivative. It needs memory for all M x N scores.
+
+namespace qkv::reference {
+
+/// The softmax of attention, with float64 numbers for float64, float32 otherwise.
+struct Softmax {
+  Tensor weights;  // (batch.., Hq, M, N)
+  Tensor lse;      // (batch.., Hq, M)
+  Tensor keep;     // bool, broadcasts to weights
+};
+
+/// keep(i, j) of band, masks and key mask. Broadcasts to (batch.., Hq, M, N).
+Tensor kept_pairs(const Operands& x);
+
+/// A key/value tensor (.., Hkv, N, width) as (.., Hq, N, width).
+Tensor for_query_heads(const Tensor& x, const Operands& operands);
+
+/// Numbers that sums are taken in.
+at::ScalarType accumulate_type(const Tensor& x);
+
+/// weights · value, in which a value that is not finite reaches only the rows that keep its key.
+Tensor product_of_kept(const Tensor& weights, const Tensor& keep, const Tensor& value);
+
+Softmax softmax(const Call& call);
+
+/// output and logsumexp; seed (int64, the batch dimensions) is used if dropout_p > 0.
+std::tuple<Tensor, Tensor> attention(const Call& call, const OptionalTensor& seed);
+
+}  // namespace qkv::reference

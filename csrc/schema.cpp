@@ -1,0 +1,93 @@
+// Every operator of the library. What is public comes first; names that begin with an underscore
+// are internal: fixed arity, pure functions, no undefined tensors.
+
+#include <ATen/core/enum_tag.h>
+#include <torch/library.h>
+
+#include "operands.h"
+
+namespace qkv {
+
+namespace {
+
+// clang-format off
+
+TORCH_LIBRARY(qkv, m) {
+  m.def("attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+        "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False, "
+        "SymInt[2]? window=None, SymInt? query_offset=None, float softcap=0.0, "
+        "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_mask=None) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+
+  m.def("attention_with_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+        "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False, "
+        "SymInt[2]? window=None, SymInt? query_offset=None, float softcap=0.0, "
+        "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_mask=None) "
+        "-> (Tensor output, Tensor logsumexp)",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+
+  m.def("attention_weights(Tensor query, Tensor key, Tensor? attn_mask=None, "
+        "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, "
+        "SymInt[2]? window=None, SymInt? query_offset=None, float softcap=0.0, "
+        "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_mask=None) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+
+  m.def("explain(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+        "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False, "
+        "SymInt[2]? window=None, SymInt? query_offset=None, float softcap=0.0, "
+        "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_mask=None) -> str",
+        {at::Tag::pt2_compliant_tag});
+
+  // The kernels' outputs follow the strides of their inputs, so a compiler must not change those.
+  const std::vector<at::Tag> internal = {at::Tag::pt2_compliant_tag,
+                                         at::Tag::needs_exact_strides};
+
+  m.def("_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
+        "Tensor? key_mask, float scale, SymInt[] band) -> (Tensor output, Tensor logsumexp)",
+        internal);
+
+  m.def("_attention_backward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
+        "Tensor? key_mask, float scale, SymInt[] band, Tensor grad_output, "
+        "Tensor? grad_logsumexp, Tensor output, Tensor logsumexp, bool[4] needs) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)",
+        internal);
+
+  m.def("_attention_jvp(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
+        "Tensor? key_mask, float scale, SymInt[] band, Tensor? query_t, Tensor? key_t, "
+        "Tensor? value_t, Tensor? attn_mask_t) -> (Tensor output_t, Tensor logsumexp_t)",
+        internal);
+
+  m.def("_attention_backward_backward(Tensor query, Tensor key, Tensor value, "
+        "Tensor? attn_mask, Tensor? key_mask, float scale, SymInt[] band, Tensor grad_output, "
+        "Tensor? grad_logsumexp, Tensor? grad_grad_query, Tensor? grad_grad_key, "
+        "Tensor? grad_grad_value, Tensor? grad_grad_attn_mask, bool[6] needs) "
+        "-> (Tensor grad_grad_output, Tensor grad_grad_logsumexp, Tensor grad_query, "
+        "Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)",
+        internal);
+}
+
+// clang-format on
+
+}  // namespace
+
+const InternalOp<Forward>& attention_forward_op() {
+  static const InternalOp<Forward> op("qkv::_attention_forward");
+  return op;
+}
+
+const InternalOp<Backward>& attention_backward_op() {
+  static const InternalOp<Backward> op("qkv::_attention_backward");
+  return op;
+}
+
+const InternalOp<Jvp>& attention_jvp_op() {
+  static const InternalOp<Jvp> op("qkv::_attention_jvp");
+  return op;
+}
+
+const InternalOp<BackwardBackward>& attention_backward_backward_op() {
+  static const InternalOp<BackwardBackward> op("qkv::_attention_backward_backward");
+  return op;
+}
+
+}  // namespace qkv

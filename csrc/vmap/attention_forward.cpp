@@ -1,0 +1,23 @@
+#include <torch/library.h>
+
+#include "vmap/batched.h"
+
+namespace qkv::vmap {
+
+namespace {
+
+std::tuple<Tensor, Tensor> attention_forward(const Operands& x) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
+  const Level level(x);
+  if (!level.any()) return attention_forward_op()(x);
+  const auto [out, lse] = attention_forward_op()(level.unwrap(x));
+  return {level.wrap(out), level.wrap(lse)};
+}
+
+TORCH_LIBRARY_IMPL(qkv, FuncTorchBatched, m) {
+  m.impl("_attention_forward", flat<&attention_forward>);
+}
+
+}  // namespace
+
+}  // namespace qkv::vmap

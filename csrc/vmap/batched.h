@@ -1,0 +1,87 @@
+#pragma once
+
+#include <ATen/functorch/BatchedTensorImpl.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "operands.h"
+
+// vmap for the internal operators: the mapped dimension becomes one more batch dimension, so that
+// one call of the kernel does it all.
+
+namespace qkv::vmap {
+
+/// The innermost vmap that maps any of a call's tensors: takes tensors off that level and puts
+/// results back on. (The level that is being processed would be the same or one that maps nothing,
+/// but the header that tells it cannot be included from an installed torch.)
+class Level {
+ public:
+  Level(const Operands& x, std::vector<OptionalTensor> others = {}) {
+    others.insert(others.end(), {x.query, x.key, x.value, x.attn_mask, x.key_mask});
+    for (const OptionalTensor& t : others) {
+      const auto* batched = t ? at::functorch::maybeGetBatchedImpl(*t) : nullptr;
+      if (batched != nullptr) level_ = std::max(level_, batched->level());
+    }
+    for (const OptionalTensor& t : others) {
+      if (maps(t)) size_ = split(*t).first.sym_size(*split(*t).second);
+    }
+  }
+
+  /// Whether anything is mapped.
+  bool any() const { return level_ != kNone; }
+
+  bool maps(const OptionalTensor& x) const { return x && split(*x).second.has_value(); }
+
+  /// x with the mapped dimension in front, expanded if x is not mapped.
+  Tensor in_front(const Tensor& x) const {
+    const auto [value, dim] = split(x);
+    if (dim) return value.movedim(*dim, 0);
+    auto sizes = value.sym_sizes().vec();
+    sizes.insert(sizes.begin(), size_);
+    return value.unsqueeze(0).expand_symint(sizes);
+  }
+
+  OptionalTensor in_front(const OptionalTensor& x) const {
+    return x ? OptionalTensor(in_front(*x)) : std::nullopt;
+  }
+
+  /// A tensor that is broadcast from the right to `rank` dimensions: the mapped dimension goes in
+  /// front of all of them. One that is not mapped needs nothing, unless it must be (`always`).
+  OptionalTensor in_front_of(int64_t rank, const OptionalTensor& x, bool always = false) const {
+    if (!x) return std::nullopt;
+    if (!maps(x) && !always) return split(*x).first;
+    Tensor front = in_front(*x);
+    while (front.dim() < rank + 1) front = front.unsqueeze(1);
+    return front;
+  }
+
+  /// The operands with one more batch dimension.
+  Operands unwrap(const Operands& x, bool always_map_mask = false) const {
+    const int64_t rank = split(x.query).first.dim() - (maps(x.query) ? 1 : 0);
+    return {in_front(x.query),
+            in_front(x.key),
+            in_front(x.value),
+            in_front_of(rank, x.attn_mask, always_map_mask),
+            in_front_of(rank - 2, x.key_mask),
+            x.scale,
+            x.band};
+  }
+
+  Tensor wrap(const Tensor& x) const { return at::functorch::makeBatched(x, 0, level_); }
+
+ private:
+  std::pair<Tensor, std::optional<int64_t>> split(const Tensor& x) const {
+    auto* batched = at::functorch::maybeGetBatchedImpl(x);
+    if (batched == nullptr || batched->level() != level_) return {x, std::nullopt};
+    return {batched->value(), batched->bdim()};
+  }
+
+  static constexpr int64_t kNone = -1;
+
+  int64_t level_ = kNone;
+  c10::SymInt size_ = 0;
+};
+
+}  // namespace qkv::vmap
