@@ -5,6 +5,8 @@
 #include <cmath>
 #include <sstream>
 
+#include "dtype_name.h"
+
 namespace qkv {
 
 namespace {
@@ -30,17 +32,18 @@ void check_ordinary_tensor(const char* op, const char* name, const Tensor& x) {
   TORCH_CHECK_TYPE(x.layout() == at::kStrided, op, ": ", name,
                    " must be a dense tensor, but has layout ", x.layout());
   TORCH_CHECK_TYPE(!x.is_quantized(), op, ": ", name, " must not be quantized, but is ",
-                   x.scalar_type());
+                   dtype_name(x.scalar_type()));
 }
 
 void check_query_key_value(const char* op, const Arguments& a) {
   const auto check = [&](const char* name, const Tensor& x) {
     check_ordinary_tensor(op, name, x);
     TORCH_CHECK_TYPE(is_supported_float(x.scalar_type()), op, ": ", name,
-                     " must be float64, float32, bfloat16 or float16, but is ", x.scalar_type());
+                     " must be float64, float32, bfloat16 or float16, but is ", dtype_name(x.scalar_type()));
     TORCH_CHECK_TYPE(x.scalar_type() == a.query.scalar_type(), op,
                      ": query, key and value must have one dtype, but query is ",
-                     a.query.scalar_type(), " and ", name, " is ", x.scalar_type());
+                     dtype_name(a.query.scalar_type()), " and ", name, " is ",
+                     dtype_name(x.scalar_type()));
     TORCH_CHECK_VALUE(x.device() == a.query.device(), op,
                       ": all tensors must be on one device, but query is on ", a.query.device(),
                       " and ", name, " on ", x.device());
@@ -108,8 +111,8 @@ void check_float_extra(const char* op, const char* name, const Tensor& x, const 
                        const Shape& batch, const SymInt& heads) {
   check_ordinary_tensor(op, name, x);
   TORCH_CHECK_TYPE(x.scalar_type() == query.scalar_type() || x.scalar_type() == at::kFloat, op,
-                   ": ", name, " must have query's dtype, ", query.scalar_type(),
-                   ", or float32, but is ", x.scalar_type());
+                   ": ", name, " must have query's dtype, ",
+                   dtype_name(query.scalar_type()), ", or float32, but is ", dtype_name(x.scalar_type()));
   Shape full = batch;
   full.push_back(heads);
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_size(-1) == heads, op, ": ", name,
@@ -127,7 +130,7 @@ void check_masks(const char* op, const Arguments& a, const Shape& batch, const S
     const auto type = mask.scalar_type();
     TORCH_CHECK_TYPE(type == at::kBool || type == query.scalar_type() || type == at::kFloat, op,
                      ": attn_mask must be bool (True = may attend), or float with query's dtype, ",
-                     query.scalar_type(), ", or float32, but is ", type);
+                     dtype_name(query.scalar_type()), ", or float32, but is ", dtype_name(type));
     Shape full = batch;
     full.insert(full.end(), {heads, query.sym_size(-2), keys});
     check_extra(op, "attn_mask", mask, query, "(batch.., Hq, M, N)", full);
@@ -136,7 +139,7 @@ void check_masks(const char* op, const Arguments& a, const Shape& batch, const S
     check_ordinary_tensor(op, "key_mask", *a.key_mask);
     TORCH_CHECK_TYPE(a.key_mask->scalar_type() == at::kBool, op,
                      ": key_mask must be bool (True = may be attended to), but is ",
-                     a.key_mask->scalar_type());
+                     dtype_name(a.key_mask->scalar_type()));
     Shape full = batch;
     full.push_back(keys);
     check_extra(op, "key_mask", *a.key_mask, query, "(batch.., N)", full);
@@ -196,7 +199,7 @@ std::string why_unfused(const Call& call) {
   if (!query.device().is_cpu() && !query.device().is_meta()) {
     why << "this build has no kernels for device type " << query.device().type();
   } else if (query.scalar_type() != at::kFloat && query.scalar_type() != at::kDouble) {
-    why << "dtype " << query.scalar_type() << " has no fused kernel";
+    why << "dtype " << dtype_name(query.scalar_type()) << " has no fused kernel";
   } else if (call.softcap != 0.0) {
     why << "softcap has no fused kernel";
   } else if (call.alibi_slopes) {

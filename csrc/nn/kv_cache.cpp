@@ -1,0 +1,98 @@
+#include <ATen/ATen.h>
+#include <qkv/nn.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+namespace qkv::nn {
+
+namespace {
+
+/// Sizes with the number of keys taken out: what must agree between calls.
+std::vector<int64_t> sizes_of_one_key(const at::Tensor& x) {
+  auto sizes = x.sizes().vec();
+  sizes[sizes.size() - 2] = 1;
+  return sizes;
+}
+
+at::Tensor with_room_for(int64_t max_length, const at::Tensor& x) {
+  auto sizes = x.sizes().vec();
+  sizes[sizes.size() - 2] = max_length;
+  return at::empty(sizes, x.options());
+}
+
+}  // namespace
+
+KVCache::KVCache(int64_t max_length) : max_length_(max_length) {
+  TORCH_CHECK_VALUE(max_length > 0, "qkv::KVCache: max_length must be positive, but is ",
+                    max_length);
+}
+
+std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key,
+                                                   const at::Tensor& value) {
+  TORCH_CHECK_VALUE(key.dim() >= 2 && value.dim() >= 2 && key.size(-2) == value.size(-2),
+                    "qkv::KVCache: key and value must be (.., new keys, width), but have shapes ",
+                    key.sizes(), " and ", value.sizes());
+  TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !(key.requires_grad() || value.requires_grad()),
+                    "qkv::KVCache: no gradients flow through a cache; use it without grad mode "
+                    "(torch.no_grad() in Python, torch::NoGradGuard in C++)");
+  const int64_t count = key.size(-2);
+  TORCH_CHECK_VALUE(length_ + count <= max_length_, "qkv::KVCache: there is room for ",
+                    max_length_, " keys, but ", length_, " are cached and ", count, " come");
+  const auto fits = [](const at::Tensor& cached, const at::Tensor& x) {
+    return cached.defined() && sizes_of_one_key(cached) == sizes_of_one_key(x) &&
+           cached.scalar_type() == x.scalar_type() && cached.device() == x.device();
+  };
+  if (!fits(key_, key) || !fits(value_, value)) {
+    TORCH_CHECK_VALUE(length_ == 0, "qkv::KVCache: cached are keys of shape ",
+                      key_.defined() ? key_.sizes() : at::IntArrayRef(), " and values of ",
+                      value_.defined() ? value_.sizes() : at::IntArrayRef(),
+                      ", but appended are ", key.sizes(), " and ", value.sizes());
+    key_ = with_room_for(max_length_, key);
+    value_ = with_room_for(max_length_, value);
+  }
+  at::NoGradGuard no_grad;
+  key_.narrow(-2, length_, count).copy_(key);
+  value_.narrow(-2, length_, count).copy_(value);
+  length_ += count;
+  return {key_.narrow(-2, 0, length_), value_.narrow(-2, 0, length_)};
+}
+
+std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>> KVCache::cached() const {
+  if (length_ == 0) return {std::nullopt, std::nullopt};
+  return {key_.narrow(-2, 0, length_), value_.narrow(-2, 0, length_)};
+}
+
+void KVCache::truncate(int64_t length) {
+  TORCH_CHECK_VALUE(length >= 0 && length <= length_, "qkv::KVCache: length must be between 0 and ",
+                    length_, ", but is ", length);
+  length_ = length;
+}
+
+namespace {
+
+using State = std::tuple<int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>>;
+
+TORCH_LIBRARY_FRAGMENT(qkv, m) {
+  m.class_<KVCache>("KVCache")
+      .def(torch::init<int64_t>(), "", {torch::arg("max_length")})
+      .def("append", &KVCache::append)
+      .def("truncate", &KVCache::truncate)
+      .def("length", &KVCache::length)
+      .def("max_length", &KVCache::max_length)
+      .def("__len__", &KVCache::length)
+      .def_pickle(
+          [](const c10::intrusive_ptr<KVCache>& cache) -> State {
+            const auto cached = cache->cached();
+            return {cache->max_length(), std::get<0>(cached), std::get<1>(cached)};
+          },
+          [](const State& state) {
+            const auto& [max_length, key, value] = state;
+            auto cache = c10::make_intrusive<KVCache>(max_length);
+            if (key && value) cache->append(*key, *value);
+            return cache;
+          });
+}
+
+}  // namespace
+
+}  // namespace qkv::nn

@@ -1,0 +1,70 @@
+#include <qkv/nn.h>
+
+#include "nn/arguments.h"
+
+namespace qkv::nn {
+
+namespace {
+
+constexpr const char* kName = "qkv::nn::SelfAttention";
+
+/// The input may have any number of batch dimensions, but the operator wants its heads in
+/// dimension -3: this puts the one head there, and the masks beside it.
+at::Tensor with_head(const at::Tensor& x) { return x.unsqueeze(-3); }
+
+AttentionOptions attention_options(const SelfAttentionImpl& module, const at::Tensor& attn_mask,
+                                   const at::Tensor& key_padding_mask) {
+  std::optional<at::Tensor> mask = given(attn_mask);
+  if (mask && mask->dim() > 2) mask = with_head(*mask);
+  return AttentionOptions()
+      .attn_mask(mask)
+      .key_mask(key_mask_of(kName, key_padding_mask))
+      .is_causal(module.options.causal())
+      .scale(module.options.scale());
+}
+
+}  // namespace
+
+SelfAttentionImpl::SelfAttentionImpl(const SelfAttentionOptions& options_) : options(options_) {
+  reset();
+}
+
+void SelfAttentionImpl::reset() {
+  check_positive(kName, "d_in", options.d_in());
+  check_positive(kName, "d_out", options.d_out());
+  check_positive(kName, "d_v", options.d_v().value_or(options.d_out()));
+  check_dropout(kName, options.dropout());
+  const auto linear = [&](const char* name, int64_t d_out) {
+    return register_module(name, torch::nn::Linear(torch::nn::LinearOptions(options.d_in(), d_out)
+                                                       .bias(options.bias())));
+  };
+  w_q = linear("w_q", options.d_out());
+  w_k = linear("w_k", options.d_out());
+  w_v = linear("w_v", options.d_v().value_or(options.d_out()));
+}
+
+void SelfAttentionImpl::pretty_print(std::ostream& stream) const {
+  stream << kName << "(d_in=" << options.d_in() << ", d_out=" << options.d_out();
+  if (options.d_v()) stream << ", d_v=" << *options.d_v();
+  if (options.scale()) stream << ", scale=" << *options.scale();
+  stream << std::boolalpha << ", bias=" << options.bias() << ", causal=" << options.causal()
+         << ", dropout=" << options.dropout() << ")";
+}
+
+at::Tensor SelfAttentionImpl::forward(const at::Tensor& input, const at::Tensor& attn_mask,
+                                      const at::Tensor& key_padding_mask) {
+  return attention(with_head(w_q(input)), with_head(w_k(input)), with_head(w_v(input)),
+                   attention_options(*this, attn_mask, key_padding_mask)
+                       .dropout_p(is_training() ? options.dropout() : 0.0))
+      .squeeze(-3);
+}
+
+std::tuple<at::Tensor, at::Tensor> SelfAttentionImpl::forward_with_weights(
+    const at::Tensor& input, const at::Tensor& attn_mask, const at::Tensor& key_padding_mask) {
+  return {forward(input, attn_mask, key_padding_mask),
+          attention_weights(with_head(w_q(input)), with_head(w_k(input)),
+                            attention_options(*this, attn_mask, key_padding_mask))
+              .squeeze(-3)};
+}
+
+}  // namespace qkv::nn

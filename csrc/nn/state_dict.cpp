@@ -1,0 +1,111 @@
+#include <ATen/ATen.h>
+#include <caffe2/serialize/inline_container.h>
+#include <qkv/nn.h>
+#include <torch/csrc/jit/serialization/import.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/csrc/jit/serialization/pickler.h>
+
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <sstream>
+
+namespace qkv::nn {
+
+namespace {
+
+using StateDict = std::map<std::string, at::Tensor>;
+
+/// The parameters and buffers of a module themselves, not copies.
+StateDict state_dict_of(const torch::nn::Module& module) {
+  StateDict state;
+  for (const auto& item : module.named_parameters()) state[item.key()] = item.value();
+  for (const auto& item : module.named_buffers()) state[item.key()] = item.value();
+  return state;
+}
+
+/// An archive of TorchScript's, which is also what torch::save writes.
+StateDict read_script_module(const std::string& path) {
+  const auto module = torch::jit::load(path, at::kCPU);
+  StateDict state;
+  for (const auto& item : module.named_parameters()) state[item.name] = item.value;
+  for (const auto& item : module.named_buffers()) state[item.name] = item.value;
+  return state;
+}
+
+StateDict read_dict(const std::string& path, const std::string& bytes) {
+  const c10::IValue value = torch::jit::pickle_load({bytes.begin(), bytes.end()});
+  // LibTorch's unpickler makes None of an OrderedDict.
+  TORCH_CHECK_VALUE(value.isGenericDict(), "qkv::nn::load_state_dict: ", path,
+                    " holds no dict of tensors. An OrderedDict, as module.state_dict() returns, "
+                    "cannot be read without Python: write it with torch.save(dict(module."
+                    "state_dict()), path) or with qkv.nn.save_state_dict(module, path)");
+  StateDict state;
+  for (const auto& item : value.toGenericDict()) {
+    TORCH_CHECK_VALUE(item.key().isString() && item.value().isTensor(),
+                      "qkv::nn::load_state_dict: ", path, " must hold a dict from str to Tensor");
+    state[item.key().toStringRef()] = item.value().toTensor();
+  }
+  return state;
+}
+
+StateDict read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK_VALUE(file.good(), "qkv::nn::load_state_dict: cannot read ", path);
+  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  std::istringstream stream(bytes);
+  caffe2::serialize::PyTorchStreamReader archive(&stream);
+  return archive.hasRecord("constants.pkl") ? read_script_module(path) : read_dict(path, bytes);
+}
+
+/// The keys of a that b lacks, for a message.
+std::string keys_missing_in(const StateDict& b, const StateDict& a) {
+  std::string list;
+  for (const auto& [name, tensor] : a) {
+    if (b.count(name) == 0) list += (list.empty() ? "" : ", ") + name;
+  }
+  return list;
+}
+
+}  // namespace
+
+void load_state_dict(torch::nn::Module& module, const std::string& path) {
+  const StateDict to = state_dict_of(module), from = read(path);
+  const std::string missing = keys_missing_in(from, to), unexpected = keys_missing_in(to, from);
+  TORCH_CHECK_VALUE(missing.empty() && unexpected.empty(), "qkv::nn::load_state_dict: ", path,
+                    " does not fit ", module.name(), "; missing: [", missing, "], unexpected: [",
+                    unexpected, "]");
+  for (const auto& [name, tensor] : to) {
+    TORCH_CHECK_VALUE(tensor.sizes() == from.at(name).sizes(), "qkv::nn::load_state_dict: ", name,
+                      " has shape ", tensor.sizes(), ", but ", path, " has ",
+                      from.at(name).sizes());
+  }
+  at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : to) tensor.copy_(from.at(name));
+}
+
+void save_state_dict(const torch::nn::Module& module, const std::string& path) {
+  c10::impl::GenericDict dict(c10::StringType::get(), c10::TensorType::get());
+  for (const auto& [name, tensor] : state_dict_of(module)) dict.insert(name, tensor.detach());
+
+  // torch::pickle_save adds type tags that Python's torch.load refuses under weights_only=True, its
+  // default; the pickler itself can do without.
+  std::string pickled;
+  std::vector<at::Tensor> tensors;
+  torch::jit::Pickler pickler([&](const char* data, size_t size) { pickled.append(data, size); },
+                              nullptr, nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(dict);
+  pickler.stop();
+  caffe2::serialize::PyTorchStreamWriter archive(path);
+  archive.writeRecord("data.pkl", pickled.data(), pickled.size());
+  size_t number = 0;
+  for (const at::Tensor& tensor : pickler.tensorData()) {
+    const at::Tensor data = tensor.cpu();
+    archive.writeRecord("data/" + std::to_string(number++), data.storage().data(),
+                        data.storage().nbytes());
+  }
+  archive.writeEndOfFile();
+}
+
+}  // namespace qkv::nn

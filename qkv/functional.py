@@ -1,0 +1,162 @@
+"""Typed functions over the operators ``torch.ops.qkv.*``."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    window: Optional[tuple[int, int]] = None,
+    query_offset: Optional[int] = None,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    key_mask: Optional[Tensor] = None,
+) -> Tensor:
+    """Scaled dot-product attention, ``softmax(scale * Q K^T + mask) V``, without the M x N matrix.
+
+    The positional arguments and their meaning are those of
+    ``torch.nn.functional.scaled_dot_product_attention``; masks, ``is_causal``, ``window`` and
+    ``key_mask`` compose: a pair (i, j) is kept if all of them keep it. Differentiable to any order
+    in reverse and forward mode. (FlashAttention-2, arXiv:2307.08691.)
+
+    Letters: B.. batch dimensions (any number, also none), Hq query heads, Hkv key/value heads,
+    M queries, N keys, D head dim of query and key, Dv head dim of value.
+
+    Args:
+        query: (B.., Hq, M, D), (Hq, M, D) or (M, D); float64, float32, bfloat16 or float16; any
+            strides.
+        key: (B.., Hkv, N, D). Batch dimensions broadcast, without copies. Hkv is Hq or 1, or any
+            divisor of Hq with ``enable_gqa``.
+        value: (B.., Hkv, N, Dv).
+        attn_mask: broadcasts to (B.., Hq, M, N). bool: True = may attend. Float (query's dtype or
+            float32): added to the scores, -inf = may not attend; gets a gradient if it requires
+            one.
+        dropout_p: probability of setting a weight to zero; the others grow by 1 / (1 - dropout_p).
+        is_causal: query i attends to keys j <= i + query_offset only.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        enable_gqa: query head h uses key/value head h // (Hq // Hkv).
+        window: (left, right): query i attends to keys
+            i + query_offset - left <= j <= i + query_offset + right only; -1 = unbounded.
+        query_offset: position of query 0 among the keys. 0, the default, aligns causal masks to
+            the upper left as PyTorch does; N - M to the lower right as FlashAttention does.
+        softcap: scores become softcap * tanh(score / softcap) before masks are added; 0 = off.
+        alibi_slopes: (Hq) or (B.., Hq): subtracts slope * |i + query_offset - j| (ALiBi,
+            arXiv:2108.12409).
+        sinks: (Hq) or (B.., Hq): a further score in each row's softmax that has no value.
+        key_mask: bool, broadcasts to (B.., N): True = may be attended to.
+
+    Returns:
+        (B.., Hq, M, Dv), laid out in memory as query is. A row that may attend to no key is 0.
+
+    Raises:
+        ValueError, TypeError: naming the rule and what was found, before any work.
+    """
+    return torch.ops.qkv.attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window=window,
+        query_offset=query_offset,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_mask=key_mask,
+    )
+
+
+def attention_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    window: Optional[tuple[int, int]] = None,
+    query_offset: Optional[int] = None,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    key_mask: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention` and the log of its softmax denominators, both differentiable.
+
+    Returns:
+        The output, and logsumexp (B.., Hq, M): natural log, float32 (float64 for float64), -inf
+        for rows that may attend to no key.
+    """
+    return torch.ops.qkv.attention_with_lse(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window=window,
+        query_offset=query_offset,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_mask=key_mask,
+    )
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    is_causal: bool = False,
+    *,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    window: Optional[tuple[int, int]] = None,
+    query_offset: Optional[int] = None,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    key_mask: Optional[Tensor] = None,
+) -> Tensor:
+    """The attention weights, before dropout: the M x N matrix that :func:`attention` never builds.
+
+    Returns:
+        (B.., Hq, M, N) in query's dtype, differentiable.
+    """
+    return torch.ops.qkv.attention_weights(
+        query,
+        key,
+        attn_mask,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window=window,
+        query_offset=query_offset,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_mask=key_mask,
+    )
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> str:
+    """Which kernel :func:`attention` would run on these arguments, and why. Computes nothing."""
+    return torch.ops.qkv.explain(query, key, value, *args, **kwargs)

@@ -1,0 +1,489 @@
+"""Attention modules: the twins of ``qkv::nn`` in C++, with the same parameter names and numbers.
+
+Everywhere:
+
+- The batch comes first, and there may be any number of batch dimensions, or none.
+- A bool ``attn_mask`` means True = may attend; it broadcasts to (B.., H, M, N). A float one is
+  added to the scores.
+- ``key_padding_mask`` (B.., N) means True = padding, that is, may not be attended to.
+- Masks and causal compose: what is kept is their intersection, in training as in evaluation.
+- ``forward`` returns the output; ``forward_with_weights`` also the attention weights, with the
+  output still from the fused path.
+
+All modules can be scripted (``torch.jit.script``), exported and compiled.
+"""
+
+import math
+import zipfile
+from os import PathLike
+from typing import List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import Linear
+
+#: Keys and values of the tokens so far, for generating one by one: ``KVCache(max_length)``. Pass
+#: the same object to each call of :class:`MultiheadAttention`. One C++ class for Python, C++ and
+#: TorchScript, with ``append(key, value)``, ``truncate(length)``, ``length()``, ``max_length()``.
+KVCache = torch.classes.qkv.KVCache
+
+
+def _key_mask(padding: Optional[Tensor]) -> Optional[Tensor]:
+    """True = padding, as modules have it, to True = may be attended to, as the operator has it."""
+    if padding is None:
+        return None
+    if padding.dtype != torch.bool:
+        raise TypeError("key_padding_mask must be bool (True = padding)")
+    return padding.logical_not()
+
+
+def _check_dropout(module: str, dropout: float) -> None:
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"{module}: dropout must be between 0 and 1, but is {dropout}")
+
+
+def _check_positive(module: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size <= 0:
+            raise ValueError(f"{module}: {name} must be positive, but is {size}")
+
+
+class ScaledDotProductAttention(torch.nn.Module):
+    """``softmax(scale * Q K^T) V`` without parameters.
+
+    Args:
+        scale: 1/sqrt(D) by default. 1 is plain dot-product attention.
+        dropout: probability of dropping a weight in training.
+        causal: query i attends to keys j <= i only.
+    """
+
+    scale: Optional[float]
+
+    def __init__(
+        self, scale: Optional[float] = None, dropout: float = 0.0, causal: bool = False
+    ) -> None:
+        super().__init__()
+        _check_dropout("qkv.nn.ScaledDotProductAttention", dropout)
+        self.scale = scale
+        self.dropout = dropout
+        self.causal = causal
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+    ) -> Tensor:
+        """
+        Args:
+            query: (B.., H, M, D), (H, M, D) or (M, D).
+            key: (B.., H, N, D); the query by default.
+            value: (B.., H, N, Dv); the key by default.
+
+        Returns:
+            (B.., H, M, Dv).
+        """
+        if key is None:
+            key = query
+        if value is None:
+            value = key
+        return torch.ops.qkv.attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            self.dropout if self.training else 0.0,
+            self.causal,
+            scale=self.scale,
+            key_mask=_key_mask(key_padding_mask),
+        )
+
+    @torch.jit.export
+    def forward_with_weights(
+        self,
+        query: Tensor,
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor]:
+        """The output and the weights (B.., H, M, N), before dropout."""
+        weights = torch.ops.qkv.attention_weights(
+            query,
+            query if key is None else key,
+            attn_mask,
+            self.causal,
+            scale=self.scale,
+            key_mask=_key_mask(key_padding_mask),
+        )
+        return self.forward(query, key, value, attn_mask, key_padding_mask), weights
+
+    def extra_repr(self) -> str:
+        scale = "" if self.scale is None else f"scale={self.scale}, "
+        return f"{scale}dropout={self.dropout}, causal={self.causal}"
+
+
+class SelfAttention(torch.nn.Module):
+    """One head of self-attention with learned W_Q, W_K, W_V and no output projection.
+
+    Args:
+        d_in: width of the input.
+        d_out: width of queries and keys, and of values unless ``d_v`` is given.
+        d_v: width of values, hence of the output.
+        bias: whether the three projections have one.
+        causal: query i attends to keys j <= i only.
+        dropout: probability of dropping a weight in training.
+        scale: 1/sqrt(d_out) by default.
+    """
+
+    scale: Optional[float]
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        d_v: Optional[int] = None,
+        bias: bool = False,
+        causal: bool = False,
+        dropout: float = 0.0,
+        scale: Optional[float] = None,
+        device: Optional[torch.device] = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        super().__init__()
+        d_v = d_out if d_v is None else d_v
+        _check_positive("qkv.nn.SelfAttention", d_in=d_in, d_out=d_out, d_v=d_v)
+        _check_dropout("qkv.nn.SelfAttention", dropout)
+        self.causal = causal
+        self.dropout = dropout
+        self.scale = scale
+        self.w_q = Linear(d_in, d_out, bias, device, dtype)
+        self.w_k = Linear(d_in, d_out, bias, device, dtype)
+        self.w_v = Linear(d_in, d_v, bias, device, dtype)
+
+    def forward(
+        self,
+        input: Tensor,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+    ) -> Tensor:
+        """
+        Args:
+            input: (T, d_in) or (B.., T, d_in).
+            attn_mask: broadcasts to (B.., T, T): there is one head.
+
+        Returns:
+            (B.., T, d_v).
+        """
+        return torch.ops.qkv.attention(
+            self.w_q(input).unsqueeze(-3),
+            self.w_k(input).unsqueeze(-3),
+            self.w_v(input).unsqueeze(-3),
+            self._mask_of_head(attn_mask),
+            self.dropout if self.training else 0.0,
+            self.causal,
+            scale=self.scale,
+            key_mask=_key_mask(key_padding_mask),
+        ).squeeze(-3)
+
+    @torch.jit.export
+    def forward_with_weights(
+        self,
+        input: Tensor,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor]:
+        """The output and the weights (B.., T, T), before dropout."""
+        weights = torch.ops.qkv.attention_weights(
+            self.w_q(input).unsqueeze(-3),
+            self.w_k(input).unsqueeze(-3),
+            self._mask_of_head(attn_mask),
+            self.causal,
+            scale=self.scale,
+            key_mask=_key_mask(key_padding_mask),
+        ).squeeze(-3)
+        return self.forward(input, attn_mask, key_padding_mask), weights
+
+    def _mask_of_head(self, attn_mask: Optional[Tensor]) -> Optional[Tensor]:
+        """The operator has heads in dimension -3; this puts the one head there."""
+        if attn_mask is None or attn_mask.dim() <= 2:
+            return attn_mask
+        return attn_mask.unsqueeze(-3)
+
+    def extra_repr(self) -> str:
+        scale = "" if self.scale is None else f"scale={self.scale}, "
+        return f"{scale}causal={self.causal}, dropout={self.dropout}"
+
+
+class MultiheadAttention(torch.nn.Module):
+    """Multi-head attention with learned W_Q, W_K, W_V and W_O (arXiv:1706.03762, section 3.2.2).
+
+    Initialised as ``torch.nn.MultiheadAttention`` is.
+
+    Args:
+        embed_dim: width of the query and of the output.
+        num_heads: query heads.
+        kdim, vdim: widths of key and value; ``embed_dim`` by default.
+        num_kv_heads: key/value heads (grouped-query attention): a divisor of ``num_heads``, which
+            is the default.
+        head_dim: width of a head; ``embed_dim // num_heads`` by default.
+        bias: whether the four projections have one.
+        dropout: probability of dropping a weight in training.
+        causal: query i attends to keys j <= i only.
+        window: (left, right): a query attends to that many keys before and after it only;
+            -1 = unbounded.
+    """
+
+    window: Optional[List[int]]
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        kdim: Optional[int] = None,
+        vdim: Optional[int] = None,
+        num_kv_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        causal: bool = False,
+        window: Optional[Tuple[int, int]] = None,
+        device: Optional[torch.device] = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        super().__init__()
+        name = "qkv.nn.MultiheadAttention"
+        kdim = embed_dim if kdim is None else kdim
+        vdim = embed_dim if vdim is None else vdim
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_positive(
+            name,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            kdim=kdim,
+            vdim=vdim,
+            num_kv_heads=num_kv_heads,
+        )
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(
+                f"{name}: num_kv_heads must divide num_heads, but num_heads={num_heads} and "
+                f"num_kv_heads={num_kv_heads}"
+            )
+        if head_dim is None:
+            if embed_dim % num_heads != 0:
+                raise ValueError(
+                    f"{name}: embed_dim must be divisible by num_heads unless head_dim is given, "
+                    f"but embed_dim={embed_dim} and num_heads={num_heads}"
+                )
+            head_dim = embed_dim // num_heads
+        _check_positive(name, head_dim=head_dim)
+        _check_dropout(name, dropout)
+        if window is not None and len(window) != 2:
+            raise ValueError(f"{name}: window must be (left, right), but is {window}")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.causal = causal
+        self.window = None if window is None else list(window)
+        self.w_q = Linear(embed_dim, num_heads * head_dim, bias, device, dtype)
+        self.w_k = Linear(kdim, num_kv_heads * head_dim, bias, device, dtype)
+        self.w_v = Linear(vdim, num_kv_heads * head_dim, bias, device, dtype)
+        self.w_o = Linear(num_heads * head_dim, embed_dim, bias, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        projections = [self.w_q, self.w_k, self.w_v]
+        # torch.nn.MultiheadAttention keeps three equal projections in one (3 * E, E) matrix,
+        # which is what Glorot's bound then counts.
+        one_matrix = all(p.weight.shape == self.w_q.weight.shape for p in projections)
+        for projection in projections:
+            if one_matrix:
+                d_out, d_in = projection.weight.shape
+                bound = math.sqrt(6.0 / (d_in + 3 * d_out))
+                torch.nn.init.uniform_(projection.weight, -bound, bound)
+            else:
+                torch.nn.init.xavier_uniform_(projection.weight)
+        self.w_o.reset_parameters()
+        for projection in [*projections, self.w_o]:
+            if projection.bias is not None:
+                torch.nn.init.zeros_(projection.bias)
+
+    @classmethod
+    def from_torch(cls, module: torch.nn.MultiheadAttention, **options) -> "MultiheadAttention":
+        """A module with the weights of a ``torch.nn.MultiheadAttention``.
+
+        The inputs of the new one have the batch first, and its bool ``attn_mask`` means True = may
+        attend, where the old one's means True = may not.
+
+        Args:
+            options: causal, window.
+        """
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError(
+                "qkv.nn.MultiheadAttention: add_bias_kv and add_zero_attn have no counterpart"
+            )
+        ours = cls(
+            module.embed_dim,
+            module.num_heads,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            bias=module.in_proj_bias is not None,
+            dropout=module.dropout,
+            device=module.out_proj.weight.device,
+            dtype=module.out_proj.weight.dtype,
+            **options,
+        )
+        with torch.no_grad():
+            if module.in_proj_weight is not None:
+                weights = module.in_proj_weight.chunk(3)
+            else:
+                weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+            for linear, weight in zip((ours.w_q, ours.w_k, ours.w_v), weights):
+                linear.weight.copy_(weight)
+            if module.in_proj_bias is not None:
+                for linear, bias in zip(
+                    (ours.w_q, ours.w_k, ours.w_v), module.in_proj_bias.chunk(3)
+                ):
+                    linear.bias.copy_(bias)
+                ours.w_o.bias.copy_(module.out_proj.bias)
+            ours.w_o.weight.copy_(module.out_proj.weight)
+        return ours.train(module.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+        cache: Optional[torch.classes.qkv.KVCache] = None,
+    ) -> Tensor:
+        """Self-attention if only the query is given, cross-attention if the key is too.
+
+        Args:
+            query: (M, embed_dim) or (B.., M, embed_dim).
+            key: (B.., N, kdim); the query by default.
+            value: (B.., N, vdim); the key by default.
+            attn_mask: broadcasts to (B.., num_heads, M, N).
+            key_padding_mask: (B.., N), with a cache of all its keys.
+            cache: keys and values of earlier calls, which this call's are appended to; the
+                queries then stand after all cached keys.
+
+        Returns:
+            (B.., M, embed_dim).
+        """
+        q, k, v, query_offset = self._project(query, key, value, cache)
+        return self._attend(q, k, v, attn_mask, key_padding_mask, query_offset)
+
+    @torch.jit.export
+    def forward_with_weights(
+        self,
+        query: Tensor,
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+        cache: Optional[torch.classes.qkv.KVCache] = None,
+        average_weights: bool = False,
+    ) -> Tuple[Tensor, Tensor]:
+        """The output and the weights, before dropout: (B.., num_heads, M, N), or their mean over
+        the heads (B.., M, N) with ``average_weights``."""
+        q, k, v, query_offset = self._project(query, key, value, cache)
+        weights = torch.ops.qkv.attention_weights(
+            q,
+            k,
+            attn_mask,
+            self.causal,
+            enable_gqa=True,
+            window=self.window,
+            query_offset=query_offset,
+            key_mask=_key_mask(key_padding_mask),
+        )
+        if average_weights:
+            weights = weights.mean(-3)
+        return self._attend(q, k, v, attn_mask, key_padding_mask, query_offset), weights
+
+    def _split_heads(self, x: Tensor, heads: int) -> Tensor:
+        """(.., rows, heads * head_dim) as (.., heads, rows, head_dim), a view."""
+        return x.unflatten(-1, [heads, self.head_dim]).transpose(-3, -2)
+
+    def _project(
+        self,
+        query: Tensor,
+        key: Optional[Tensor],
+        value: Optional[Tensor],
+        cache: Optional[torch.classes.qkv.KVCache],
+    ) -> Tuple[Tensor, Tensor, Tensor, Optional[int]]:
+        if key is None:
+            key = query
+        if value is None:
+            value = key
+        q = self._split_heads(self.w_q(query), self.num_heads)
+        k = self._split_heads(self.w_k(key), self.num_kv_heads)
+        v = self._split_heads(self.w_v(value), self.num_kv_heads)
+        if cache is None:
+            return q, k, v, None
+        query_offset = cache.length()
+        k, v = cache.append(k, v)
+        return q, k, v, query_offset
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Optional[Tensor],
+        key_padding_mask: Optional[Tensor],
+        query_offset: Optional[int],
+    ) -> Tensor:
+        out = torch.ops.qkv.attention(
+            q,
+            k,
+            v,
+            attn_mask,
+            self.dropout if self.training else 0.0,
+            self.causal,
+            enable_gqa=True,
+            window=self.window,
+            query_offset=query_offset,
+            key_mask=_key_mask(key_padding_mask),
+        )
+        return self.w_o(out.transpose(-3, -2).flatten(-2))
+
+    def extra_repr(self) -> str:
+        text = f"num_heads={self.num_heads}"
+        if self.num_kv_heads != self.num_heads:
+            text += f", num_kv_heads={self.num_kv_heads}"
+        text += f", dropout={self.dropout}, causal={self.causal}"
+        return text if self.window is None else f"{text}, window={tuple(self.window)}"
+
+
+def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
+    """Writes a module's parameters and buffers for ``qkv::nn::load_state_dict`` in C++.
+
+    It is ``torch.save`` of a plain dict: the OrderedDict that ``state_dict()`` returns cannot be
+    read by LibTorch.
+    """
+    torch.save({name: x.detach() for name, x in module.state_dict().items()}, path)
+
+
+def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
+    """Fills a module from a file of :func:`save_state_dict`, of ``qkv::nn::save_state_dict`` or
+    ``torch::save`` in C++, or of ``torch.jit.save``.
+
+    Raises:
+        RuntimeError: if names or shapes differ (see ``torch.nn.Module.load_state_dict``).
+    """
+    if _is_script_archive(path):
+        state = torch.jit.load(path, map_location="cpu").state_dict()
+    else:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    module.load_state_dict(state)
+
+
+def _is_script_archive(path: "str | PathLike[str]") -> bool:
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
