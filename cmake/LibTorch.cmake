@@ -50,6 +50,7 @@ file(STRINGS "${QKV_TORCH_DIR}/include/torch/headeronly/version.h" _qkv_lines
      REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
 string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*PATCH ([0-9]+).*" "\\1.\\2.\\3"
        QKV_TORCH_VERSION "${_qkv_lines}")
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" QKV_TORCH_VERSION_MAJOR_MINOR "${QKV_TORCH_VERSION}")
 
 add_library(qkv::libtorch INTERFACE IMPORTED)
 target_include_directories(qkv::libtorch SYSTEM INTERFACE

@@ -51,11 +51,12 @@ inline std::tuple<Tensor, Tensor> empty_forward_results(const Operands& x) {
 
 /// Each gradient as its input lies in memory; an empty tensor for one that is not needed.
 inline std::array<Tensor, 4> empty_gradients(const Operands& x, std::array<bool, 4> needs) {
-  const auto gradient = [&](const Tensor& input, bool needed) {
-    return needed ? empty_dense_like(input, input.sym_sizes()) : at::empty({0}, input.options());
+  const auto gradient = [&](const OptionalTensor& input, bool needed) {
+    return needed ? empty_dense_like(*input, input->sym_sizes())
+                  : at::empty({0}, x.query.options());
   };
   return {gradient(x.query, needs[0]), gradient(x.key, needs[1]), gradient(x.value, needs[2]),
-          x.attn_mask ? gradient(*x.attn_mask, needs[3]) : at::empty({0}, x.query.options())};
+          gradient(x.attn_mask, needs[3])};
 }
 
 }  // namespace qkv

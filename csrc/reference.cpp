@@ -77,8 +77,8 @@ at::ScalarType accumulate_type(const Tensor& x) {
 }
 
 Tensor for_query_heads(const Tensor& x, const Operands& operands) {
-  const c10::SymInt group = operands.query.sym_size(-3) / operands.key.sym_size(-3);
-  return group == 1 ? x : x.repeat_interleave_symint(group, -3);
+  const c10::SymInt heads = operands.query.sym_size(-3);
+  return x.sym_size(-3) == heads ? x : x.repeat_interleave_symint(heads / x.sym_size(-3), -3);
 }
 
 Tensor kept_pairs(const Operands& x) {
@@ -119,9 +119,16 @@ Softmax softmax(const Call& call) {
   Softmax result;
   result.keep = kept_pairs(x);
   scores = scores.where(result.keep, -kInfinity);
-  result.lse = at::logsumexp(scores, -1);
   if (call.sinks) {
-    result.lse = at::logaddexp(result.lse, call.sinks->to(real).unsqueeze(-1));
+    const Tensor sinks = call.sinks->to(real).unsqueeze(-1).unsqueeze(-1);
+    auto column = scores.sym_sizes().vec();
+    column.back() = 1;
+    result.lse = at::logsumexp(at::cat({scores, sinks.expand_symint(column)}, -1), -1);
+  } else {
+    // The logsumexp of nothing is -inf, but its derivatives are 0, not ATen's NaN.
+    const Tensor empty = result.keep.any(-1).logical_not();
+    result.lse = at::logsumexp(scores.masked_fill(empty.unsqueeze(-1), 0.0), -1)
+                     .masked_fill(empty, -kInfinity);
   }
   // -inf - -inf is NaN; rows that keep nothing get weight 0 by selection.
   const Tensor lse = result.lse.masked_fill(result.lse == -kInfinity, 0.0).unsqueeze(-1);

@@ -52,6 +52,7 @@ struct Recomputed {
   /// A gradient for query heads, summed over the heads that share a key/value head.
   Tensor for_kv_heads(const Tensor& x) const {
     const c10::SymInt kv_heads = operands.key.sym_size(-3);
+    if (x.sym_size(-3) == kv_heads) return x;
     return x.unflatten_symint(-3, {kv_heads, x.sym_size(-3) / kv_heads}).sum(-3);
   }
 

@@ -6,7 +6,10 @@ C++; ``qkv.nn`` has the modules. See ``help(qkv.attention)``.
 
 from qkv import _library
 
-library_path = _library.load()  # of libqkv.so, e.g. for a C++ program that loads it by name
+#: Where libqkv.so is, for programs that load it by name.
+library_path = _library.load()
+#: For CMake, in an installed package: ``-DCMAKE_PREFIX_PATH=...`` finds ``find_package(qkv)``.
+cmake_prefix_path = library_path.parent.parent
 
 from qkv import nn  # noqa: E402  (needs the library)
 from qkv.functional import (  # noqa: E402
@@ -22,6 +25,7 @@ __all__ = [
     "attention",
     "attention_weights",
     "attention_with_lse",
+    "cmake_prefix_path",
     "explain",
     "library_path",
     "nn",

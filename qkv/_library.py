@@ -10,8 +10,8 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _find() -> Path:
-    # In an installed package the library lies beside this file, in a source tree in build/.
-    for path in (_HERE / "libqkv.so", _HERE.parent / "build" / "libqkv.so"):
+    # In an installed package, in a source tree.
+    for path in (_HERE / "lib" / "libqkv.so", _HERE.parent / "build" / "libqkv.so"):
         if path.exists():
             return path
     raise ImportError(

@@ -1,0 +1,137 @@
+"""Attention by its definition (docs/design.md, section 1), one row at a time.
+
+A row computes with the keys it keeps and with nothing else, so that a NaN in a masked one cannot
+matter, and autograd differentiates it. Slow, and independent of everything under test.
+"""
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+
+def kept_pairs(
+    m: int,
+    n: int,
+    is_causal: bool,
+    window: Optional[tuple[int, int]],
+    query_offset: int,
+    mask: Optional[Tensor],
+    key_mask: Optional[Tensor],
+) -> Tensor:
+    """keep(i, j), (M, N), of one head; mask is (M, N), key_mask (N)."""
+    p = torch.arange(m).unsqueeze(1) + query_offset
+    j = torch.arange(n).unsqueeze(0)
+    keep = torch.ones(m, n, dtype=torch.bool)
+    if is_causal:
+        keep &= j <= p
+    left, right = (-1, -1) if window is None else window
+    if left >= 0:
+        keep &= j >= p - left
+    if right >= 0:
+        keep &= j <= p + right
+    if key_mask is not None:
+        keep &= key_mask
+    if mask is not None:
+        keep &= mask if mask.dtype == torch.bool else mask != -math.inf
+    return keep
+
+
+def attention_row(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept: Tensor,
+    scale: float,
+    bias: Optional[Tensor],
+    softcap: float,
+    slope: Optional[Tensor],
+    distances: Tensor,
+    sink: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output (Dv), logsumexp and weights (N) of one query that keeps the keys numbered `kept`."""
+    weights = q.new_zeros(key.shape[0])
+    if kept.numel() == 0:
+        lse = q.new_tensor(-math.inf) if sink is None else sink
+        return q.new_zeros(value.shape[1]), lse, weights
+    scores = scale * (key[kept] @ q)
+    if softcap != 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias[kept]
+    if slope is not None:
+        scores = scores - slope * distances[kept].abs()
+    lse = torch.logsumexp(scores if sink is None else torch.cat([scores, sink.reshape(1)]), 0)
+    p = torch.exp(scores - lse)
+    return p @ value[kept], lse, weights.index_put((kept,), p)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    window: Optional[tuple[int, int]] = None,
+    query_offset: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    key_mask: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, logsumexp and weights, in the dtype of the query (float64, usually)."""
+    q, k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in (query, key, value))
+    batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    kv_heads = max(k.shape[-3], v.shape[-3])
+    heads = q.shape[-3] if q.shape[-3] != 1 else kv_heads
+    m, n, d = q.shape[-2], k.shape[-2], q.shape[-1]
+    if scale is None:
+        scale = 1.0 / math.sqrt(d) if d > 0 else 1.0
+
+    def per_batch(x: Optional[Tensor], *inner: int) -> Optional[Tensor]:
+        return None if x is None else x.expand(*batch, *inner).reshape(math.prod(batch), *inner)
+
+    q, k, v = per_batch(q, heads, m, d), per_batch(k, kv_heads, n, d), per_batch(v, kv_heads, n, v.shape[-1])
+    masks, key_masks = per_batch(attn_mask, heads, m, n), per_batch(key_mask, n)
+    slopes, sinks = per_batch(alibi_slopes, heads), per_batch(sinks, heads)
+
+    rows = []
+    for b in range(q.shape[0]):
+        for h in range(heads):
+            mask = None if masks is None else masks[b, h]
+            keep = kept_pairs(
+                m,
+                n,
+                is_causal,
+                window,
+                query_offset,
+                mask,
+                None if key_masks is None else key_masks[b],
+            )
+            bias = None if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+            group = h // (heads // kv_heads)
+            for i in range(m):
+                rows.append(
+                    attention_row(
+                        q[b, h, i],
+                        k[b, group],
+                        v[b, group],
+                        keep[i].nonzero().squeeze(1),
+                        scale,
+                        None if bias is None else bias[i],
+                        softcap,
+                        None if slopes is None else slopes[b, h].to(q.dtype),
+                        torch.arange(n, dtype=q.dtype) - (i + query_offset),
+                        None if sinks is None else sinks[b, h].to(q.dtype),
+                    )
+                )
+
+    def assembled(column: int, *inner: int) -> Tensor:
+        shape = (*batch, heads, m, *inner)
+        x = torch.stack([r[column] for r in rows]).reshape(shape) if rows else q.new_zeros(shape)
+        return x.squeeze(0) if query.dim() == key.dim() == value.dim() == 2 else x
+
+    return assembled(0, v.shape[-1]), assembled(1), assembled(2, n)

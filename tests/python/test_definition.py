@@ -1,0 +1,57 @@
+"""The operators against the definition in float64: values and gradients, every sample and dtype."""
+
+import definition
+import pytest
+import samples
+import torch
+
+import qkv
+
+# Relative to the largest number of the result, for sums of up to a thousand terms.
+TOLERANCE = {torch.float64: 2e-14, torch.float32: 3e-6}
+
+
+def assert_near(name, actual, expected, tolerance):
+    expected = expected.to(actual.dtype)
+    assert actual.shape == expected.shape, name
+    finite = expected.isfinite()
+    # The -inf of empty rows must be where it belongs, and nothing else may be infinite.
+    assert torch.equal(actual[~finite], expected[~finite]), name
+    scale = max(1.0, *expected[finite].abs().flatten().tolist(), 0.0) if finite.any() else 1.0
+    torch.testing.assert_close(
+        actual[finite], expected[finite], rtol=0, atol=tolerance * scale, msg=lambda m: f"{name}: {m}"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@samples.parametrize()
+def test_values_and_gradients(entry, dtype):
+    # Both start from the same numbers: rounding the input is not an error of the operator.
+    sample = samples.make(entry, dtype).requires_grad()
+    exact = sample.to(torch.float64).requires_grad()
+    out, lse, weights = exact.call(definition.attention)
+    actual_out, actual_lse = sample.call(qkv.attention_with_lse)
+    assert_near("output", actual_out, out, TOLERANCE[dtype])
+    assert_near("logsumexp", actual_lse, lse, TOLERANCE[dtype])
+    assert torch.equal(sample.call(qkv.attention), actual_out)
+    actual_weights = qkv.attention_weights(sample.query, sample.key, **sample.kwargs)
+    assert_near("weights", actual_weights, weights, TOLERANCE[dtype])
+
+    grad_out = torch.randn(out.shape, dtype=torch.float64)
+    # Where logsumexp is -inf it has no gradient.
+    grad_lse = torch.randn(lse.shape, dtype=torch.float64).masked_fill(lse.isinf(), 0.0)
+    total = (out * grad_out).sum() + (lse.masked_fill(lse.isinf(), 0.0) * grad_lse).sum()
+    names = list(exact.differentiable)
+    if total.requires_grad:
+        expected = torch.autograd.grad(
+            total, list(exact.differentiable.values()), materialize_grads=True
+        )
+    else:
+        expected = [torch.zeros_like(x) for x in exact.differentiable.values()]
+    actual = torch.autograd.grad(
+        (actual_out, actual_lse),
+        list(sample.differentiable.values()),
+        (grad_out.to(dtype), grad_lse.to(actual_lse.dtype)),
+    )
+    for name, a, e in zip(names, actual, expected, strict=True):
+        assert_near(f"gradient of {name}", a, e, 10 * TOLERANCE[dtype])
