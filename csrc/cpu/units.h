@@ -6,6 +6,10 @@
 #include <algorithm>
 #include <atomic>
 
+#if AT_PARALLEL_OPENMP && !defined(_OPENMP)
+#error "compile with OpenMP: at::parallel_for is a template that else runs on one thread"
+#endif
+
 namespace qkv::cpu {
 
 /// Runs work(unit, scratch) for every unit, on as many threads as torch has. Threads take the next

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# The main job: worked examples, a language model trained in C++ and exported, speed.
+#
+#   scripts/demo.sh [--text FILE..] [--minutes N] [--output DIR]
+source "$(dirname "$0")/environment.sh"
+
+scripts/setup.sh
+say "Building"
+scripts/build.sh examples
+PYTHONPATH=$PWD exec "$PYTHON" examples/demo.py "$@"
