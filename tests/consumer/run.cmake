@@ -1,0 +1,19 @@
+# cmake --install to a prefix of its own, then configure, build and run the consumer against it.
+set(work "${QKV_BUILD}/consumer")
+file(REMOVE_RECURSE "${work}")
+
+function(run)
+  execute_process(COMMAND ${ARGV} RESULT_VARIABLE result)
+  if(NOT result EQUAL 0)
+    string(REPLACE ";" " " command "${ARGV}")
+    message(FATAL_ERROR "failed: ${command}")
+  endif()
+endfunction()
+
+run("${CMAKE_COMMAND}" --install "${QKV_BUILD}" --prefix "${work}/prefix")
+run("${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}" -B "${work}/build" -G "${GENERATOR}"
+    "-DCMAKE_MAKE_PROGRAM=${MAKE_PROGRAM}" "-DCMAKE_PREFIX_PATH=${work}/prefix"
+    "-DQKV_TORCH_DIR=${QKV_TORCH_DIR}")
+run("${CMAKE_COMMAND}" --build "${work}/build")
+run("${work}/build/trains")
+run("${work}/build/by_name")

@@ -1,0 +1,90 @@
+#include "samples.h"
+
+#include <fstream>
+#include <limits>
+
+namespace samples {
+
+namespace {
+
+using nlohmann::json;
+using torch::Tensor;
+
+Tensor normal(const std::vector<int64_t>& shape) { return torch::randn(shape, torch::kDouble); }
+
+std::vector<int64_t> joined(std::vector<int64_t> front, std::initializer_list<int64_t> back) {
+  front.insert(front.end(), back);
+  return front;
+}
+
+Tensor laid_out(const Tensor& x, const std::string& layout, bool is_query) {
+  if (layout == "rows_heads") return x.transpose(-3, -2).contiguous().transpose(-3, -2);
+  if (layout == "columns_rows") return x.transpose(-2, -1).contiguous().transpose(-2, -1);
+  if (layout == "strided_columns") {
+    return torch::stack({x, torch::full_like(x, std::numeric_limits<double>::quiet_NaN())}, -1)
+        .select(-1, 0);
+  }
+  if (layout == "expanded_keys" && !is_query) return x.slice(0, 0, 1).expand(x.sizes());
+  return x;
+}
+
+Tensor mask_of(const json& spec) {
+  const auto shape = spec["shape"].get<std::vector<int64_t>>();
+  Tensor keep = torch::rand(shape) < 0.7;
+  for (int64_t row : spec.value("empty_rows", std::vector<int64_t>())) {
+    keep.view({-1, shape.back()}).select(0, row).fill_(false);
+  }
+  if (spec.value("dtype", "bool") == "bool") return keep;
+  const Tensor mask = normal(shape);
+  return spec.value("minus_inf", false)
+             ? mask.masked_fill(~keep, -std::numeric_limits<double>::infinity())
+             : mask;
+}
+
+Sample make(const json& e) {
+  Sample s;
+  s.name = e["name"];
+  s.large = e.value("large", false);
+  s.empty = e.value("empty", false);
+  const int64_t heads = e.value("heads", 3), kv_heads = e.value("kv_heads", heads);
+  const int64_t queries = e.value("queries", 5), keys = e.value("keys", 7);
+  const int64_t head_dim = e.value("head_dim", 4), value_dim = e.value("value_dim", head_dim);
+  std::vector<int64_t> front, kv_front;
+  if (!(e.contains("batch") && e["batch"].is_null())) {
+    const auto batch = e.value("batch", std::vector<int64_t>{2});
+    front = joined(batch, {heads});
+    kv_front = joined(e.value("kv_batch", batch), {kv_heads});
+  }
+  const std::string layout = e.value("layout", "");
+  s.query = laid_out(normal(joined(front, {queries, head_dim})), layout, true);
+  s.key = laid_out(normal(joined(kv_front, {keys, head_dim})), layout, false);
+  s.value = laid_out(normal(joined(kv_front, {keys, value_dim})), layout, false);
+
+  s.options.is_causal(e.value("is_causal", false))
+      .enable_gqa(e.value("enable_gqa", false))
+      .softcap(e.value("softcap", 0.0));
+  if (e.contains("scale")) s.options.scale(e["scale"].get<double>());
+  if (e.contains("window")) s.options.window(e["window"][0], e["window"][1]);
+  if (e.contains("query_offset")) s.options.query_offset(e["query_offset"].get<int64_t>());
+  if (e.contains("attn_mask")) s.options.attn_mask(mask_of(e["attn_mask"]));
+  if (e.contains("key_mask")) s.options.key_mask(mask_of(e["key_mask"]));
+  const auto random = [](const json& spec) {
+    return torch::rand(spec["shape"].get<std::vector<int64_t>>(), torch::kDouble);
+  };
+  if (e.contains("alibi_slopes")) s.options.alibi_slopes(random(e["alibi_slopes"]));
+  if (e.contains("sinks")) s.options.sinks(random(e["sinks"]));
+  return s;
+}
+
+}  // namespace
+
+std::vector<Sample> all() {
+  std::ifstream file(QKV_SAMPLES);
+  TORCH_CHECK(file.good(), "cannot read ", QKV_SAMPLES);
+  torch::manual_seed(0);
+  std::vector<Sample> found;
+  for (const json& entry : json::parse(file)) found.push_back(make(entry));
+  return found;
+}
+
+}  // namespace samples

@@ -1,0 +1,152 @@
+// The C++ front door: values against the definition, gradients by numerical differences, for every
+// sample of the table.
+
+#include <gtest/gtest.h>
+#include <qkv/qkv.h>
+
+#include "definition.h"
+#include "gradcheck.h"
+#include "samples.h"
+
+namespace {
+
+using samples::Sample;
+using torch::Tensor;
+
+::testing::AssertionResult near(const Tensor& actual, const Tensor& expected, double tolerance) {
+  if (actual.sizes() != expected.sizes()) {
+    return ::testing::AssertionFailure() << "shape " << actual.sizes() << ", expected "
+                                         << expected.sizes();
+  }
+  const Tensor finite = expected.isfinite();
+  if (!torch::equal(actual.masked_select(~finite).to(torch::kDouble),
+                    expected.masked_select(~finite))) {
+    return ::testing::AssertionFailure() << "infinities differ";
+  }
+  if (!torch::allclose(actual.masked_select(finite).to(torch::kDouble),
+                       expected.masked_select(finite), tolerance, tolerance)) {
+    return ::testing::AssertionFailure() << "numbers differ";
+  }
+  return ::testing::AssertionSuccess();
+}
+
+class AttentionSamples : public ::testing::TestWithParam<Sample> {};
+
+TEST_P(AttentionSamples, EqualsTheDefinition) {
+  const Sample& s = GetParam();
+  const auto expected = definition::attention(s);
+  const auto [out, lse] = qkv::attention_with_lse(s.query, s.key, s.value, s.options);
+  EXPECT_TRUE(near(out, expected.out, 1e-12));
+  EXPECT_TRUE(near(lse, expected.lse, 1e-12));
+  EXPECT_TRUE(torch::equal(qkv::attention(s.query, s.key, s.value, s.options), out));
+  EXPECT_TRUE(near(qkv::attention_weights(s.query, s.key, s.options), expected.weights, 1e-12));
+}
+
+TEST_P(AttentionSamples, EqualsTheDefinitionInFloat32) {
+  Sample s = GetParam();
+  const auto rounded = [](const Tensor& x) { return x.to(torch::kFloat).to(torch::kDouble); };
+  const auto float32 = [](const std::optional<Tensor>& x) {
+    return x && x->is_floating_point() ? std::optional(x->to(torch::kFloat)) : x;
+  };
+  auto options = s.options;
+  options.attn_mask(float32(options.attn_mask()))
+      .alibi_slopes(float32(options.alibi_slopes()))
+      .sinks(float32(options.sinks()));
+  s.query = rounded(s.query);
+  s.key = rounded(s.key);
+  s.value = rounded(s.value);
+  const auto expected = definition::attention(s);
+  const auto [out, lse] =
+      qkv::attention_with_lse(s.query.to(torch::kFloat), s.key.to(torch::kFloat),
+                              s.value.to(torch::kFloat), options);
+  EXPECT_EQ(out.scalar_type(), torch::kFloat);
+  EXPECT_TRUE(near(out, expected.out, 5e-6));
+  EXPECT_TRUE(near(lse, expected.lse, 5e-6));
+}
+
+TEST_P(AttentionSamples, OutputLiesAsTheQueryDoes) {
+  const Sample& s = GetParam();
+  if (s.query.dim() < 3 || s.empty || s.query.size(-3) != s.key.size(-3)) GTEST_SKIP();
+  if (s.query.size(0) != s.key.size(0)) GTEST_SKIP();  // broadcast: the query is expanded
+  const Tensor out = qkv::attention(s.query, s.key, s.value, s.options);
+  if (s.value.size(-1) == s.query.size(-1)) {
+    EXPECT_EQ(out.strides(), torch::empty_like(s.query).strides());
+  }
+  EXPECT_TRUE(out.is_non_overlapping_and_dense());
+}
+
+std::string gradients_of(const Sample& s, bool second_order) {
+  const auto leaf = [](const Tensor& x) {
+    return x.detach().clone(torch::MemoryFormat::Contiguous).requires_grad_();
+  };
+  std::vector<Tensor> inputs = {leaf(s.query), leaf(s.key), leaf(s.value)};
+  const auto& mask = s.options.attn_mask();
+  const bool float_mask = mask && mask->is_floating_point();
+  if (float_mask) inputs.push_back(leaf(*mask));
+  const gradcheck::Function f = [&](const std::vector<Tensor>& x) {
+    auto options = s.options;
+    if (float_mask) options.attn_mask(x[3]);
+    const auto [out, lse] = qkv::attention_with_lse(x[0], x[1], x[2], options);
+    return std::vector<Tensor>{out, lse.masked_fill(lse.isinf(), 0.0)};
+  };
+  return second_order ? gradcheck::second_order(f, inputs) : gradcheck::first_order(f, inputs);
+}
+
+TEST_P(AttentionSamples, GradientsOfFirstOrder) {
+  if (GetParam().large || GetParam().empty) GTEST_SKIP() << "too large, or nothing to differ";
+  EXPECT_EQ(gradients_of(GetParam(), false), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, AttentionSamples, ::testing::ValuesIn(samples::all()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(Attention, GradientsOfSecondOrder) {
+  int checked = 0;
+  for (const Sample& s : samples::all()) {
+    // One of each kind; Python checks the whole table.
+    for (const char* name : {"causal", "everything", "float_mask_of_keys", "softcap"}) {
+      if (s.name != name) continue;
+      EXPECT_EQ(gradients_of(s, true), "") << s.name;
+      ++checked;
+    }
+  }
+  EXPECT_EQ(checked, 4);
+}
+
+TEST(Attention, DropsEvenlyAndReproducibly) {
+  const Tensor q = torch::zeros({2, 3, 40, 8}), k = torch::zeros({2, 3, 500, 8});
+  const Tensor v = torch::ones({2, 3, 500, 1});
+  const auto options = qkv::AttentionOptions().dropout_p(0.25);
+  torch::manual_seed(1);
+  const Tensor a = qkv::attention(q, k, v, options);
+  torch::manual_seed(1);
+  EXPECT_TRUE(torch::equal(a, qkv::attention(q, k, v, options)));
+  EXPECT_FALSE(torch::equal(a, qkv::attention(q, k, v, options)));
+  // Each row's sum of kept weights has mean 1 and standard deviation sqrt(p / (1 - p) / 500).
+  EXPECT_NEAR(a.mean().item<double>(), 1.0, 5 * 0.0258 / std::sqrt(240.0));
+  EXPECT_NEAR(a.std().item<double>(), 0.0258, 0.006);
+  EXPECT_TRUE(torch::equal(qkv::attention(q, k, v, qkv::AttentionOptions().dropout_p(1.0)),
+                           torch::zeros({2, 3, 40, 1})));
+}
+
+TEST(Attention, UndefinedOptionsAreNone) {
+  const Tensor x = torch::randn({1, 1, 3, 4});
+  EXPECT_TRUE(torch::equal(qkv::attention(x, x, x, qkv::AttentionOptions().attn_mask(Tensor())),
+                           qkv::attention(x, x, x)));
+}
+
+TEST(Attention, SaysWhatItRuns) {
+  const Tensor x = torch::randn({2, 4, 3, 8});
+  const std::string fused = qkv::explain(x, x, x, qkv::AttentionOptions().is_causal(true));
+  EXPECT_NE(fused.find("fused cpu float32"), std::string::npos) << fused;
+  EXPECT_NE(fused.find("B=[2] Hq=4 Hkv=4 M=3 N=3 D=8 Dv=8"), std::string::npos) << fused;
+  const std::string unfused = qkv::explain(x, x, x, qkv::AttentionOptions().softcap(2.0));
+  EXPECT_NE(unfused.find("unfused reference: softcap"), std::string::npos) << unfused;
+}
+
+TEST(Attention, KnowsItsVersion) {
+  EXPECT_STREQ(qkv::version(), QKV_VERSION);
+  EXPECT_EQ(std::string(qkv::torch_version()), TORCH_VERSION);
+}
+
+}  // namespace

@@ -1,0 +1,90 @@
+// Bits of one (batch, head) do not depend on threads, on the rest of the batch, or on who else is
+// calling.
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <qkv/qkv.h>
+#include <torch/torch.h>
+
+#include <thread>
+
+namespace {
+
+using torch::Tensor;
+
+struct Results {
+  std::vector<Tensor> tensors;  // output, logsumexp, gradients
+
+  bool operator==(const Results& other) const {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!torch::equal(tensors[i], other.tensors[i])) return false;
+    }
+    return true;
+  }
+};
+
+/// Keys enough for several splits in the backward.
+struct Problem {
+  Tensor query = torch::randn({2, 4, 150, 24}), key = torch::randn({2, 2, 1300, 24}),
+         value = torch::randn({2, 2, 1300, 17}), grad = torch::randn({2, 4, 150, 17}),
+         mask = torch::randn({150, 1300});
+
+  Results run(at::indexing::Slice batch = {}) const {
+    const auto leaf = [](const Tensor& x) { return x.detach().clone().requires_grad_(); };
+    const Tensor q = leaf(query.index({batch})), k = leaf(key.index({batch})),
+                 v = leaf(value.index({batch})), m = leaf(mask);
+    const auto options = qkv::AttentionOptions().enable_gqa(true).is_causal(true)
+                             .query_offset(1150).attn_mask(m);
+    const auto [out, lse] = qkv::attention_with_lse(q, k, v, options);
+    Results r{torch::autograd::grad({out}, {q, k, v, m}, {grad.index({batch})})};
+    r.tensors.push_back(out.detach());
+    r.tensors.push_back(lse.detach());
+    return r;
+  }
+};
+
+TEST(Invariance, NumberOfThreads) {
+  const Problem problem;
+  const int before = at::get_num_threads();
+  at::set_num_threads(1);
+  const Results expected = problem.run();
+  for (int threads : {2, 3, 5, 16}) {
+    at::set_num_threads(threads);
+    EXPECT_TRUE(problem.run() == expected) << threads << " threads";
+  }
+  at::set_num_threads(before);
+}
+
+TEST(Invariance, RestOfTheBatch) {
+  const Problem problem;
+  const Results both = problem.run();
+  for (int64_t b = 0; b < 2; ++b) {
+    const Results alone = problem.run(at::indexing::Slice(b, b + 1));
+    for (size_t i : {0, 1, 2, 4, 5}) {  // not the mask's gradient, which is summed over the batch
+      EXPECT_TRUE(torch::equal(alone.tensors[i], both.tensors[i].slice(0, b, b + 1))) << i;
+    }
+  }
+}
+
+TEST(Invariance, SeveralCallersAtOnce) {
+  const Problem problem;
+  const Results expected = problem.run();
+  std::vector<Results> found(4);
+  std::vector<std::thread> threads;
+  for (Results& result : found) threads.emplace_back([&] { result = problem.run(); });
+  for (std::thread& thread : threads) thread.join();
+  for (const Results& result : found) EXPECT_TRUE(result == expected);
+}
+
+TEST(Invariance, InsideAParallelRegion) {
+  const Problem problem;
+  const Results expected = problem.run();
+  std::vector<Results> found(4);
+  at::parallel_for(0, 4, 1, [&](int64_t begin, int64_t end) {
+    torch::AutoGradMode grad_mode(true);
+    for (int64_t i = begin; i < end; ++i) found[i] = problem.run();
+  });
+  for (const Results& result : found) EXPECT_TRUE(result == expected);
+}
+
+}  // namespace

@@ -1,0 +1,229 @@
+// The kernels by themselves, without torch: every instruction set that this processor has, against
+// loops in double. (Through the operator, the other tests only see the one that is chosen.)
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/isa.h"
+
+namespace {
+
+using namespace qkv::kernels;
+
+template <class T>
+const CpuKernels<T>& kernels_of(const CpuKernelTable& table) {
+  if constexpr (sizeof(T) == 4) {
+    return table.float32;
+  } else {
+    return table.float64;
+  }
+}
+
+struct Shape {
+  int64_t heads, kv_heads, queries, keys, head_dim, value_dim;
+  Band band;
+};
+
+/// One problem in dense tensors, run unit by unit.
+template <class T>
+class KernelRun {
+ public:
+  KernelRun(const CpuKernelTable& table, const Shape& shape, int64_t splits)
+      : kernels_(kernels_of<T>(table)), s_(shape) {
+    std::mt19937 random(7);
+    std::normal_distribution<double> normal;
+    const auto fill = [&](std::vector<T>& x, int64_t size) {
+      x.resize(size);
+      for (T& number : x) number = static_cast<T>(normal(random));
+    };
+    fill(q_, s_.heads * s_.queries * s_.head_dim);
+    fill(k_, s_.kv_heads * s_.keys * s_.head_dim);
+    fill(v_, s_.kv_heads * s_.keys * s_.value_dim);
+    fill(g_, s_.heads * s_.queries * s_.value_dim);
+    out_.resize(g_.size());
+    lse_.resize(s_.heads * s_.queries);
+    dq_.resize(q_.size());
+    dk_.resize(k_.size());
+    dv_.resize(v_.size());
+
+    Problem<T> p{};
+    p.batch = 1;
+    p.query_heads = s_.heads;
+    p.kv_heads = s_.kv_heads;
+    p.queries = s_.queries;
+    p.keys = s_.keys;
+    p.head_dim = s_.head_dim;
+    p.value_dim = s_.value_dim;
+    p.scale = T(0.3);
+    p.band = s_.band;
+    p.query = operand<const T>(q_.data(), s_.queries, s_.head_dim);
+    p.key = operand<const T>(k_.data(), s_.keys, s_.head_dim);
+    p.value = operand<const T>(v_.data(), s_.keys, s_.value_dim);
+
+    ForwardParams<T> forward{};
+    forward.problem = p;
+    forward.out = operand<T>(out_.data(), s_.queries, s_.value_dim);
+    forward.lse = lse_.data();
+    const auto scratch = memory(kernels_.forward_scratch_bytes(forward));
+    for (int64_t unit = 0; unit < kernels_.forward_units(forward); ++unit) {
+      kernels_.forward(forward, unit, scratch.get());
+    }
+
+    BackwardParams<T> backward{};
+    backward.problem = p;
+    backward.grad_out = operand<const T>(g_.data(), s_.queries, s_.value_dim);
+    backward.out = operand<const T>(out_.data(), s_.queries, s_.value_dim);
+    backward.lse = lse_.data();
+    backward.grad_query = operand<T>(dq_.data(), s_.queries, s_.head_dim);
+    backward.grad_key = operand<T>(dk_.data(), s_.keys, s_.head_dim);
+    backward.grad_value = operand<T>(dv_.data(), s_.keys, s_.value_dim);
+    backward.splits = splits;
+    const int64_t units = s_.kv_heads * splits;
+    const auto partial =
+        memory(s_.kv_heads * kernels_.partial_grad_query_size(backward) * sizeof(T));
+    backward.partial_grad_query = static_cast<T*>(partial.get());
+    const auto more_scratch = memory(kernels_.backward_scratch_bytes(backward));
+    for (int64_t unit = 0; unit < units; ++unit) {
+      kernels_.backward(backward, 0, unit, more_scratch.get());
+    }
+    if (splits > 1) {
+      for (int64_t unit = 0; unit < s_.kv_heads * kernels_.backward_row_tiles(p); ++unit) {
+        kernels_.sum_grad_query(backward, 0, unit, more_scratch.get());
+      }
+    }
+  }
+
+  /// The largest difference to loops in double, over output and all gradients.
+  double error() const {
+    std::vector<double> dq(q_.size()), dk(k_.size()), dv(v_.size());
+    double worst = 0.0;
+    for (int64_t h = 0; h < s_.heads; ++h) {
+      const int64_t g = h / (s_.heads / s_.kv_heads);
+      const T *k = &k_[g * s_.keys * s_.head_dim], *v = &v_[g * s_.keys * s_.value_dim];
+      for (int64_t i = 0; i < s_.queries; ++i) {
+        const int64_t row = h * s_.queries + i, position = i + s_.band.offset;
+        const T *q = &q_[row * s_.head_dim], *grad = &g_[row * s_.value_dim];
+        std::vector<double> p(s_.keys), dp(s_.keys), out(s_.value_dim);
+        double sum = 0.0;
+        for (int64_t j = 0; j < s_.keys; ++j) {
+          const bool keep = (s_.band.left < 0 || j >= position - s_.band.left) &&
+                            (s_.band.right < 0 || j <= position + s_.band.right);
+          double score = 0.0;
+          for (int64_t d = 0; d < s_.head_dim; ++d) score += double(q[d]) * k[j * s_.head_dim + d];
+          p[j] = keep ? std::exp(score * double(T(0.3))) : 0.0;
+          sum += p[j];
+        }
+        double delta = 0.0;
+        for (int64_t j = 0; j < s_.keys; ++j) {
+          p[j] = sum == 0.0 ? 0.0 : p[j] / sum;
+          for (int64_t d = 0; d < s_.value_dim; ++d) {
+            out[d] += p[j] * v[j * s_.value_dim + d];
+            dp[j] += double(grad[d]) * v[j * s_.value_dim + d];
+            dv[(g * s_.keys + j) * s_.value_dim + d] += p[j] * grad[d];
+          }
+          delta += p[j] * dp[j];
+        }
+        for (int64_t j = 0; j < s_.keys; ++j) {
+          const double ds = p[j] * (dp[j] - delta) * double(T(0.3));
+          for (int64_t d = 0; d < s_.head_dim; ++d) {
+            dq[row * s_.head_dim + d] += ds * k[j * s_.head_dim + d];
+            dk[(g * s_.keys + j) * s_.head_dim + d] += ds * q[d];
+          }
+        }
+        for (int64_t d = 0; d < s_.value_dim; ++d) {
+          worst = std::max(worst, std::abs(out[d] - out_[row * s_.value_dim + d]));
+        }
+        const double lse = sum == 0.0 ? -std::numeric_limits<double>::infinity() : std::log(sum);
+        if (std::isinf(lse) || std::isinf(lse_[row])) {
+          if (lse != lse_[row]) return std::numeric_limits<double>::infinity();
+        } else {
+          worst = std::max(worst, std::abs(lse - lse_[row]));
+        }
+      }
+    }
+    for (const auto& [expected, found] : {std::pair{&dq, &dq_}, {&dk, &dk_}, {&dv, &dv_}}) {
+      for (size_t x = 0; x < expected->size(); ++x) {
+        worst = std::max(worst, std::abs((*expected)[x] - (*found)[x]));
+      }
+    }
+    return worst;
+  }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  static std::unique_ptr<void, Free> memory(int64_t bytes) {
+    // Of exactly this size, so that a sanitizer sees an overrun; full of NaN, so that what is read
+    // before it is written shows.
+    void* p = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    std::memset(p, 0xff, (bytes + 63) / 64 * 64);
+    return std::unique_ptr<void, Free>(p);
+  }
+
+  template <class U>
+  static Operand<U> operand(U* data, int64_t rows, int64_t width) {
+    Operand<U> x{};
+    x.data = data;
+    x.head_stride = rows * width;
+    x.row_stride = width;
+    x.column_stride = 1;
+    return x;
+  }
+
+  const CpuKernels<T>& kernels_;
+  Shape s_;
+  std::vector<T> q_, k_, v_, g_, out_, lse_, dq_, dk_, dv_;
+};
+
+class Kernels : public ::testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    const auto chosen = choose_cpu_kernels(GetParam());
+    if (chosen.choice == IsaChoice::kNotOnThisCpu) GTEST_SKIP() << "not on this processor";
+    ASSERT_EQ(chosen.choice, IsaChoice::kFound);
+    table_ = chosen.table;
+  }
+
+  const CpuKernelTable* table_ = nullptr;
+};
+
+TEST_P(Kernels, EqualLoopsInDouble) {
+  const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
+  const Shape shapes[] = {
+      {1, 1, 1, 1, 1, 1, all},          {2, 2, 5, 7, 3, 4, all},      {1, 1, 17, 33, 8, 8, causal},
+      {1, 1, 50, 300, 20, 17, all},     {2, 1, 100, 290, 16, 33, causal},
+      {6, 2, 40, 200, 31, 64, causal},  {4, 2, 60, 90, 24, 80, window},
+      {1, 1, 30, 20, 5, 5, outside},    {1, 1, 49, 97, 65, 63, causal},
+      {3, 1, 33, 129, 48, 1, window},
+  };
+  for (const Shape& shape : shapes) {
+    for (int64_t splits : {1, 2, 3}) {
+      if (splits > (shape.keys + 95) / 96) continue;
+      const std::string what = "heads " + std::to_string(shape.heads) + " queries " +
+                               std::to_string(shape.queries) + " keys " +
+                               std::to_string(shape.keys) + " splits " + std::to_string(splits);
+      EXPECT_LT((KernelRun<float>(*table_, shape, splits).error()), 5e-5) << what;
+      EXPECT_LT((KernelRun<double>(*table_, shape, splits).error()), 5e-13) << what;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Isa, Kernels, ::testing::Values("generic", "avx2", "avx512"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST(Isa, NamesAreChecked) {
+  EXPECT_EQ(choose_cpu_kernels("sse9").choice, IsaChoice::kUnknownName);
+  EXPECT_EQ(choose_cpu_kernels(nullptr).choice, IsaChoice::kFound);
+  EXPECT_STREQ(choose_cpu_kernels("generic").table->isa, "generic");
+}
+
+}  // namespace

@@ -1,0 +1,262 @@
+#include <gtest/gtest.h>
+#include <qkv/qkv.h>
+#include <torch/torch.h>
+
+#include <filesystem>
+#include <sstream>
+
+namespace {
+
+using namespace qkv::nn;
+using torch::Tensor;
+
+std::vector<std::string> parameter_names(const torch::nn::Module& module) {
+  std::vector<std::string> names;
+  for (const auto& item : module.named_parameters()) names.push_back(item.key());
+  return names;
+}
+
+std::string printed(const torch::nn::Module& module) {
+  std::ostringstream stream;
+  module.pretty_print(stream);
+  return stream.str();
+}
+
+/// softmax of the kept scores, from plain operations: what the modules are compared with.
+Tensor plain_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keep) {
+  const Tensor scores = q.matmul(k.transpose(-2, -1)) / std::sqrt(double(q.size(-1)));
+  return scores.masked_fill(~keep, -INFINITY).softmax(-1).matmul(v);
+}
+
+Tensor lower_triangle(int64_t n) { return torch::ones({n, n}, torch::kBool).tril(); }
+
+class Modules : public ::testing::Test {
+ protected:
+  void SetUp() override { torch::manual_seed(0); }
+};
+
+TEST_F(Modules, ScaledDotProductAttention) {
+  const Tensor q = torch::randn({2, 3, 4, 8}), k = torch::randn({2, 3, 6, 8}),
+               v = torch::randn({2, 3, 6, 5});
+  ScaledDotProductAttention module;
+  const Tensor all = torch::ones({4, 6}, torch::kBool);
+  EXPECT_TRUE(torch::allclose(module(q, k, v), plain_attention(q, k, v, all), 1e-5, 1e-6));
+  ScaledDotProductAttention unscaled(ScaledDotProductAttentionOptions().scale(1.0));
+  const auto [out, weights] = unscaled->forward_with_weights(q, k, v);
+  EXPECT_TRUE(torch::allclose(weights, q.matmul(k.transpose(-2, -1)).softmax(-1), 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(out, weights.matmul(v), 1e-5, 1e-6));
+  EXPECT_TRUE(torch::equal(module(q), module(q, q, q)));
+  EXPECT_EQ(printed(*module),
+            "qkv::nn::ScaledDotProductAttention(dropout=0, causal=false)");
+}
+
+TEST_F(Modules, SelfAttention) {
+  SelfAttention module(SelfAttentionOptions(6, 4).d_v(3).causal(true));
+  EXPECT_EQ(parameter_names(*module),
+            (std::vector<std::string>{"w_q.weight", "w_k.weight", "w_v.weight"}));
+  const Tensor x = torch::randn({2, 5, 6});
+  const auto expected = plain_attention(module->w_q(x), module->w_k(x), module->w_v(x),
+                                        lower_triangle(5));
+  EXPECT_TRUE(torch::allclose(module(x), expected, 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(module(x[1]), expected[1], 1e-5, 1e-6));  // (T, d_in)
+  EXPECT_EQ(module(torch::randn({2, 3, 5, 6})).sizes(), (std::vector<int64_t>{2, 3, 5, 3}));
+  const auto [out, weights] = module->forward_with_weights(x);
+  EXPECT_EQ(weights.sizes(), (std::vector<int64_t>{2, 5, 5}));
+  EXPECT_TRUE(torch::allclose(weights.sum(-1), torch::ones({2, 5})));
+  EXPECT_EQ(printed(*module), "qkv::nn::SelfAttention(d_in=6, d_out=4, d_v=3, bias=false, "
+                              "causal=true, dropout=0)");
+}
+
+TEST_F(Modules, SelfAttentionMasksOfEachSample) {
+  SelfAttention module(6, 4);
+  const Tensor x = torch::randn({2, 5, 6});
+  const Tensor mask = (torch::rand({2, 5, 5}) < 0.6).logical_or(torch::eye(5).to(torch::kBool));
+  EXPECT_TRUE(torch::allclose(
+      module(x, mask), plain_attention(module->w_q(x), module->w_k(x), module->w_v(x), mask), 1e-5,
+      1e-6));
+}
+
+TEST_F(Modules, MultiheadAttention) {
+  MultiheadAttention module(MultiheadAttentionOptions(12, 3).causal(true));
+  EXPECT_EQ(parameter_names(*module),
+            (std::vector<std::string>{"w_q.weight", "w_q.bias", "w_k.weight", "w_k.bias",
+                                      "w_v.weight", "w_v.bias", "w_o.weight", "w_o.bias"}));
+  const Tensor x = torch::randn({2, 5, 12});
+  const auto heads = [](const Tensor& t) { return t.view({2, 5, 3, 4}).transpose(1, 2); };
+  const Tensor expected = module->w_o(plain_attention(heads(module->w_q(x)), heads(module->w_k(x)),
+                                                      heads(module->w_v(x)), lower_triangle(5))
+                                          .transpose(1, 2)
+                                          .reshape({2, 5, 12}));
+  EXPECT_TRUE(torch::allclose(module(x), expected, 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(module(x[0]), expected[0], 1e-5, 1e-6));
+  const auto [out, weights] = module->forward_with_weights(x);
+  EXPECT_TRUE(torch::allclose(out, expected, 1e-5, 1e-6));
+  EXPECT_EQ(weights.sizes(), (std::vector<int64_t>{2, 3, 5, 5}));
+  const auto mean = std::get<1>(module->forward_with_weights(x, {}, {}, {}, {}, {}, true));
+  EXPECT_TRUE(torch::allclose(mean, weights.mean(1)));
+  EXPECT_EQ(printed(*module), "qkv::nn::MultiheadAttention(embed_dim=12, num_heads=3, bias=true, "
+                              "dropout=0, causal=true)");
+}
+
+TEST_F(Modules, CrossAttentionIsDecidedByWhatIsGiven) {
+  // torch::nn::MultiheadAttention compares values, and gives the key no gradient if they are equal.
+  MultiheadAttention module(8, 2);
+  const Tensor query = torch::randn({1, 3, 8});
+  const Tensor key = query.clone().requires_grad_();
+  module(query, key).sum().backward();
+  EXPECT_GT(key.grad().abs().max().item<double>(), 0.0);
+}
+
+TEST_F(Modules, WidthsOfKeyAndValueAndHeads) {
+  MultiheadAttention module(MultiheadAttentionOptions(12, 4).kdim(5).vdim(7).num_kv_heads(2)
+                                .head_dim(6).bias(false).window(2, 1));
+  EXPECT_EQ(module->w_q->weight.sizes(), (std::vector<int64_t>{24, 12}));
+  EXPECT_EQ(module->w_k->weight.sizes(), (std::vector<int64_t>{12, 5}));
+  EXPECT_EQ(module->w_v->weight.sizes(), (std::vector<int64_t>{12, 7}));
+  EXPECT_EQ(module->w_o->weight.sizes(), (std::vector<int64_t>{12, 24}));
+  const Tensor out = module(torch::randn({2, 3, 12}), torch::randn({2, 9, 5}),
+                            torch::randn({2, 9, 7}));
+  EXPECT_EQ(out.sizes(), (std::vector<int64_t>{2, 3, 12}));
+  EXPECT_EQ(printed(*module),
+            "qkv::nn::MultiheadAttention(embed_dim=12, num_heads=4, kdim=5, vdim=7, "
+            "num_kv_heads=2, head_dim=6, bias=false, dropout=0, causal=false, window=(2, 1))");
+}
+
+TEST_F(Modules, PaddingIsLeftOut) {
+  MultiheadAttention module(8, 2);
+  const Tensor x = torch::randn({2, 5, 8});
+  Tensor padding = torch::zeros({2, 5}, torch::kBool);
+  padding.index_put_({0, torch::indexing::Slice(3)}, true);
+  padding[1].fill_(true);  // nothing left to attend to
+  const Tensor out = module->forward(x, {}, {}, {}, padding);
+  EXPECT_TRUE(torch::allclose(out[0].slice(0, 0, 3), module(x[0].slice(0, 0, 3)), 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(out[1], module->w_o->bias.expand({5, 8})));
+  out.sum().backward();
+  for (const auto& parameter : module->parameters()) {
+    EXPECT_TRUE(parameter.grad().isfinite().all().item<bool>());
+  }
+}
+
+TEST_F(Modules, CacheGivesTheSameAsTheWholeSequence) {
+  MultiheadAttention module(
+      MultiheadAttentionOptions(8, 4).num_kv_heads(2).causal(true).window(3, 0));
+  const Tensor x = torch::randn({2, 9, 8});
+  torch::NoGradGuard no_grad;
+  const auto cache = c10::make_intrusive<KVCache>(9);
+  std::vector<Tensor> parts;
+  for (const auto& [from, to] : {std::pair{0, 4}, {4, 5}, {5, 9}}) {
+    parts.push_back(module->forward(x.slice(1, from, to), {}, {}, {}, {}, cache));
+  }
+  EXPECT_TRUE(torch::allclose(torch::cat(parts, 1), module(x), 1e-5, 1e-6));
+  cache->truncate(4);
+  EXPECT_TRUE(torch::allclose(
+      module->forward(x.slice(1, 4, 5), {}, {}, {}, {}, cache), parts[1], 1e-5, 1e-6));
+}
+
+TEST_F(Modules, DropoutInTrainingOnly) {
+  MultiheadAttention module(MultiheadAttentionOptions(8, 2).dropout(0.5));
+  const Tensor x = torch::randn({1, 20, 8});
+  EXPECT_FALSE(torch::equal(module(x), module(x)));
+  module->eval();
+  EXPECT_TRUE(torch::equal(module(x), module(x)));
+}
+
+TEST_F(Modules, Initialisation) {
+  MultiheadAttention equal(64, 4);  // one (192, 64) matrix for Glorot's bound
+  const double bound = std::sqrt(6.0 / (64 + 192));
+  for (const auto& linear : {equal->w_q, equal->w_k, equal->w_v}) {
+    EXPECT_LE(linear->weight.abs().max().item<double>(), bound);
+    EXPECT_NEAR(linear->weight.std().item<double>(), bound / std::sqrt(3.0), 0.05 * bound);
+    EXPECT_EQ(linear->bias.abs().max().item<double>(), 0.0);
+  }
+  MultiheadAttention different(MultiheadAttentionOptions(64, 4).kdim(32));
+  EXPECT_GT(different->w_k->weight.abs().max().item<double>(), 0.95 * std::sqrt(6.0 / 96));
+}
+
+TEST_F(Modules, CloneToAndSave) {
+  MultiheadAttention module(MultiheadAttentionOptions(8, 2).causal(true));
+  const Tensor x = torch::randn({1, 4, 8});
+  const Tensor expected = module(x);
+
+  auto clone = std::dynamic_pointer_cast<MultiheadAttentionImpl>(module->clone());
+  EXPECT_TRUE(torch::equal(clone->forward(x), expected));
+  {
+    torch::NoGradGuard no_grad;
+    clone->w_q->weight.zero_();
+  }
+  EXPECT_TRUE(torch::equal(module(x), expected));
+
+  std::stringstream stream;
+  torch::save(module, stream);
+  MultiheadAttention loaded(MultiheadAttentionOptions(8, 2).causal(true));
+  torch::load(loaded, stream);
+  EXPECT_TRUE(torch::equal(loaded(x), expected));
+
+  module->to(torch::kDouble);
+  EXPECT_EQ(module(x.to(torch::kDouble)).scalar_type(), torch::kDouble);
+}
+
+TEST_F(Modules, StateDicts) {
+  const std::string path = std::filesystem::temp_directory_path() / "qkv_test_state_dict.pt";
+  MultiheadAttention module(8, 2);
+  const Tensor x = torch::randn({1, 4, 8});
+  for (const bool own_format : {true, false}) {
+    if (own_format) {
+      save_state_dict(*module, path);
+    } else {
+      torch::save(module, path);
+    }
+    MultiheadAttention loaded(8, 2);
+    load_state_dict(*loaded, path);
+    EXPECT_TRUE(torch::equal(loaded(x), module(x)));
+  }
+  const auto message = [&](torch::nn::Module& other, const std::string& file) -> std::string {
+    try {
+      load_state_dict(other, file);
+    } catch (const c10::ValueError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  SelfAttention other(8, 8);
+  EXPECT_NE(message(*other, path).find("missing: [], unexpected: [w_k.bias, w_o.bias"),
+            std::string::npos);
+  MultiheadAttention wider(16, 2);
+  EXPECT_NE(message(*wider, path).find("w_k.bias has shape [16]"), std::string::npos);
+  EXPECT_NE(message(*other, "/nonexistent").find("cannot read /nonexistent"), std::string::npos);
+  std::filesystem::remove(path);
+}
+
+TEST_F(Modules, InSequential) {
+  torch::nn::Sequential model(SelfAttention(6, 6), torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})),
+                              MultiheadAttention(6, 2), ScaledDotProductAttention());
+  EXPECT_EQ(model->forward(torch::randn({2, 5, 6})).sizes(), (std::vector<int64_t>{2, 5, 6}));
+}
+
+TEST_F(Modules, Trains) {
+  // Copy the token two places back: impossible without attending to it.
+  torch::nn::Embedding embedding(8, 32), position(12, 32);
+  MultiheadAttention attention(MultiheadAttentionOptions(32, 4).causal(true));
+  torch::nn::Linear head(32, 8);
+  std::vector<Tensor> parameters;
+  for (const auto& list : {embedding->parameters(), position->parameters(),
+                           attention->parameters(), head->parameters()}) {
+    parameters.insert(parameters.end(), list.begin(), list.end());
+  }
+  torch::optim::Adam optimizer(parameters, torch::optim::AdamOptions(1e-2));
+  double loss_value = 0.0;
+  for (int step = 0; step < 150; ++step) {
+    const Tensor tokens = torch::randint(8, {16, 12});
+    const Tensor x = embedding(tokens) + position(torch::arange(12));
+    const Tensor logits = head(attention(x)).slice(1, 2);
+    const Tensor loss = torch::cross_entropy_loss(logits.reshape({-1, 8}),
+                                                  tokens.slice(1, 0, 10).reshape(-1));
+    optimizer.zero_grad();
+    loss.backward();
+    optimizer.step();
+    loss_value = loss.item<double>();
+  }
+  EXPECT_LT(loss_value, 0.3);  // guessing gives 2.08
+}
+
+}  // namespace
