@@ -11,15 +11,15 @@ trap 'rm -f "$log"' EXIT
 failed=0
 
 say "C++ tests"
-ctest=$(tool ctest)
-"$ctest" --test-dir build --output-on-failure --progress >"$log" 2>&1 || failed=1
-if [ $failed = 1 ]; then cat "$log"; fi
-cpp=$(grep -E 'tests passed' "$log" || echo 'no summary: ctest did not finish')
+"$(tool ctest)" --test-dir build --verbose >"$log" 2>&1 || failed=1
+if [ $failed = 1 ]; then cat "$log"; else grep -E 'Passed|tests passed' "$log"; fi
+cpp=$(awk '/\[  PASSED  \]/ {n += $5} END {print n + 0}' "$log")
+programs=$(grep -E 'tests passed' "$log" || echo 'ctest did not finish')
 
 say "Python tests"
 "$PYTHON" -m pytest tests/python | tee "$log" || failed=1
 python=$(tail -n 1 "$log")
 
-say "C++:    $cpp"
+say "C++:    $cpp tests passed; of the programs that run them, $programs"
 say "Python: $python"
 exit $failed

@@ -1,5 +1,6 @@
 #include "samples.h"
 
+#include <algorithm>
 #include <fstream>
 #include <limits>
 
@@ -46,6 +47,7 @@ Sample make(const json& e) {
   s.name = e["name"];
   s.large = e.value("large", false);
   s.empty = e.value("empty", false);
+  s.unfused = e.contains("unfused");
   const int64_t heads = e.value("heads", 3), kv_heads = e.value("kv_heads", heads);
   const int64_t queries = e.value("queries", 5), keys = e.value("keys", 7);
   const int64_t head_dim = e.value("head_dim", 4), value_dim = e.value("value_dim", head_dim);
@@ -84,6 +86,21 @@ std::vector<Sample> all() {
   torch::manual_seed(0);
   std::vector<Sample> found;
   for (const json& entry : json::parse(file)) found.push_back(make(entry));
+  return found;
+}
+
+std::vector<Sample> small() {
+  std::vector<Sample> found = all();
+  std::erase_if(found, [](const Sample& s) { return s.large || s.empty; });
+  return found;
+}
+
+std::vector<Sample> named(const std::vector<std::string>& names) {
+  std::vector<Sample> found = all();
+  std::erase_if(found, [&](const Sample& s) {
+    return std::find(names.begin(), names.end(), s.name) == names.end();
+  });
+  TORCH_CHECK(found.size() == names.size(), "samples.json lacks one of ", names);
   return found;
 }
 

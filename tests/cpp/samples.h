@@ -15,6 +15,7 @@ struct Sample {
   std::string name;
   bool large = false;  // too large for numerical differences
   bool empty = false;  // some size is 0
+  bool unfused = false;
   torch::Tensor query, key, value;
   qkv::AttentionOptions options;
 };
@@ -24,5 +25,10 @@ inline void PrintTo(const Sample& sample, std::ostream* stream) { *stream << sam
 
 /// All samples in float64.
 std::vector<Sample> all();
+
+/// Those that numerical differences can be taken of.
+std::vector<Sample> small();
+
+std::vector<Sample> named(const std::vector<std::string>& names);
 
 }  // namespace samples
