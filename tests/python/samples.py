@@ -50,13 +50,15 @@ class Sample:
     def call(self, op):
         return op(self.query, self.key, self.value, **self.kwargs)
 
-    def weights_kwargs(self) -> dict[str, Any]:
-        return dict(self.kwargs)
-
 
 def entries(**conditions: Any) -> list[dict]:
     """Entries of the table: large=False, say, leaves out those that have "large": true."""
     return [e for e in TABLE if all(bool(e.get(n)) == c for n, c in conditions.items())]
+
+
+def entry(name: str) -> dict:
+    (found,) = (e for e in TABLE if e["name"] == name)
+    return found
 
 
 def parametrize(**conditions: Any):

@@ -1,0 +1,233 @@
+"""The mask contract: what is masked out cannot matter, whatever is in it; finite scores of any size
+never give NaN."""
+
+import definition
+import pytest
+import torch
+
+import qkv
+
+INF, NAN = float("inf"), float("nan")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+
+# Ways to mask key 2 of 6 (and more) for queries 0 and 1 of 5, with a kept key for each of them.
+MASKINGS = {
+    "causal": {"is_causal": True},
+    "window": {"window": (1, 0)},
+    "bool_mask": {"attn_mask": torch.tensor([[True, True] + 4 * [False]] * 2 + [[True] * 6] * 3)},
+    "float_mask": {
+        "attn_mask": torch.tensor([[0.5, -0.5] + 4 * [-INF]] * 2 + [[0.1] * 6] * 3).double()
+    },
+    "key_mask": {"key_mask": torch.tensor([True, True, False, True, False, True])},
+    "query_offset": {"is_causal": True, "query_offset": -1},
+}
+
+
+def tensors(dtype, requires_grad=False):
+    g = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(2, 5 if i == 0 else 6, 4, generator=g, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_(requires_grad)
+        for i in range(3)
+    ]
+
+
+def options(masking, dtype):
+    kwargs = dict(MASKINGS[masking])
+    if masking == "float_mask":
+        kwargs["attn_mask"] = kwargs["attn_mask"].to(dtype)
+    return kwargs
+
+
+@DTYPES
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize("masking", MASKINGS)
+def test_poison_in_masked_keys_and_values(masking, poison, dtype):
+    """Rows that do not keep key 2 give the same bits, forward and backward, as without poison."""
+    kwargs = options(masking, dtype)
+    keep = definition.kept_pairs(
+        5,
+        6,
+        kwargs.get("is_causal", False),
+        kwargs.get("window"),
+        kwargs.get("query_offset", 0),
+        kwargs.get("attn_mask"),
+        kwargs.get("key_mask"),
+    )
+    rows = ~keep[:, 2]  # these do not keep key 2
+    assert rows.any()
+    query, key, value = tensors(dtype)
+    grad = torch.randn(2, 5, 4, dtype=dtype)
+    # Only gradients of the rows that are clean: those of the others may well be NaN.
+    grad = grad * rows[:, None]
+
+    def run(key, value):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        out, lse = qkv.attention_with_lse(*leaves, **kwargs)
+        return (out, lse, *torch.autograd.grad(out, leaves, grad))
+
+    clean = run(key, value)
+    bad_key, bad_value = key.clone(), value.clone()
+    bad_key[:, 2], bad_value[:, 2] = poison, poison
+    poisoned = run(bad_key, bad_value)
+    for c, p in zip(clean[:3], poisoned[:3], strict=True):
+        assert torch.equal(c[:, rows], p[:, rows])
+    if rows.all():
+        for c, p in zip(clean[3:], poisoned[3:], strict=True):
+            assert torch.equal(c, p)
+
+
+@DTYPES
+def test_poison_in_a_masked_mask_entry(dtype):
+    """An entry of a float mask that causal masks out may be NaN."""
+    query, key, value = tensors(dtype)
+    mask = torch.randn(5, 6, dtype=dtype)
+    clean = qkv.attention(query, key, value, mask, is_causal=True)
+    mask[torch.ones(5, 6).triu(1).bool()] = NAN
+    assert torch.equal(qkv.attention(query, key, value, mask, is_causal=True), clean)
+
+
+@DTYPES
+def test_poison_in_a_row_that_keeps_nothing(dtype):
+    """NaN in the query and in the incoming gradient of an empty row reaches nobody."""
+    query, key, value = tensors(dtype)
+    keep = torch.ones(5, 6, dtype=torch.bool)
+    keep[3] = False
+    grad = torch.randn(2, 5, 4, dtype=dtype)
+
+    def run(query, grad):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = qkv.attention(*leaves, keep)
+        return (out, *torch.autograd.grad(out, leaves, grad))
+
+    clean = run(query, grad)
+    bad_query, bad_grad = query.clone(), grad.clone()
+    bad_query[:, 3], bad_grad[:, 3] = NAN, NAN
+    for c, p in zip(clean, run(bad_query, bad_grad), strict=True):
+        assert torch.equal(c, p)
+
+
+@DTYPES
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_poison_in_queries_reaches_kept_keys_only(poison, dtype):
+    """A NaN query row spoils the gradients of the keys it keeps, and of no others."""
+    query, key, value = tensors(dtype)
+    bad = query.clone()
+    bad[:, 1] = poison  # causal: keeps keys 0 and 1
+
+    def grads(query):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = qkv.attention(*leaves, is_causal=True)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    clean, poisoned = grads(query), grads(bad)
+    for c, p in zip(clean[1:], poisoned[1:], strict=True):
+        assert torch.equal(c[:, 2:], p[:, 2:])
+        assert p[:, :2].isnan().any()
+
+
+@DTYPES
+def test_a_kept_nan_is_seen_in_its_own_column(dtype):
+    query, key, value = tensors(dtype)
+    clean = qkv.attention(query, key, value, is_causal=True)
+    value[0, 2, 1] = NAN
+    out = qkv.attention(query, key, value, is_causal=True)
+    expected = torch.zeros_like(out, dtype=torch.bool)
+    expected[0, 2:, 1] = True
+    assert torch.equal(out.isnan(), expected)
+    assert torch.equal(out[~expected], clean[~expected])
+
+
+@DTYPES
+def test_a_kept_nan_key_is_seen_in_its_rows(dtype):
+    query, key, value = tensors(dtype)
+    key[0, 2, 1] = NAN
+    out, lse = qkv.attention_with_lse(query, key, value, is_causal=True)
+    assert out[0, 2:].isnan().all() and lse[0, 2:].isnan().all()
+    assert not out[0, :2].isnan().any() and not out[1].isnan().any()
+
+
+@DTYPES
+def test_masks_compose(dtype):
+    """What is kept is the intersection, the same whichever argument says so."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 2, 9, 4, dtype=dtype)
+    keep, key_mask = torch.rand(2, 1, 9, 9) < 0.7, torch.rand(2, 9) < 0.8
+    band = definition.kept_pairs(9, 9, True, (4, 2), 1, None, None)
+    together = qkv.attention(
+        query, key, value, keep, is_causal=True, window=(4, 2), query_offset=1, key_mask=key_mask
+    )
+    intersection = keep & key_mask[:, None, None, :] & band
+    as_bool = qkv.attention(query, key, value, intersection)
+    as_float = qkv.attention(
+        query, key, value, torch.zeros_like(intersection, dtype=dtype).masked_fill(~intersection, -INF)
+    )
+    torch.testing.assert_close(together, as_bool)
+    torch.testing.assert_close(together, as_float)
+
+
+@DTYPES
+def test_empty_rows(dtype):
+    query, key, value = tensors(dtype, requires_grad=True)
+    keep = torch.ones(5, 6, dtype=torch.bool)
+    keep[2] = False
+    for kwargs in (
+        {"attn_mask": keep},
+        {"attn_mask": torch.zeros(5, 6, dtype=dtype).masked_fill(~keep, -INF)},
+        {"is_causal": True, "query_offset": -3},
+        {"window": (0, 0), "query_offset": 4},
+        {"key_mask": torch.zeros(6, dtype=torch.bool)},
+    ):
+        out, lse = qkv.attention_with_lse(query, key, value, **kwargs)
+        empty = lse.isinf()
+        assert empty.any() and (lse[empty] == -INF).all()
+        assert (out[empty] == 0).all()
+        grads = torch.autograd.grad((out.sum(), lse[~empty].sum()), (query, key, value))
+        assert all(g.isfinite().all() for g in grads)
+        assert (grads[0][empty] == 0).all()
+
+
+@DTYPES
+def test_the_most_negative_mask_on_every_key_gives_the_mean(dtype):
+    query, key, value = tensors(dtype, requires_grad=True)
+    mask = torch.full((5, 6), torch.finfo(dtype).min, dtype=dtype)
+    out = qkv.attention(query, key, value, mask)
+    torch.testing.assert_close(out, value.mean(-2, keepdim=True).expand_as(out))
+    grads = torch.autograd.grad(out.sum(), (query, key, value))
+    assert all(g.isfinite().all() for g in grads)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e30])
+def test_scores_of_any_size(size, dtype):
+    if size > 1e20 and dtype == torch.float32:
+        size = 1e17  # scores of 1e34: larger ones are infinite
+    query, key, value = tensors(dtype)
+    query, key = query * size**0.5, key * size**0.5
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out, lse = qkv.attention_with_lse(*leaves)
+    assert out.isfinite().all() and lse.isfinite().all()
+    # One key has all the weight.
+    best = (query @ key.transpose(-2, -1)).argmax(-1)
+    torch.testing.assert_close(out, value.gather(-2, best.unsqueeze(-1).expand_as(out)))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum() + lse.sum(), leaves))
+
+
+def test_large_masks_keep_their_order():
+    """-3e38 is more than -3.4e38, although both are far out and times log2(e) infinite."""
+    query = key = torch.zeros(1, 2, 4)
+    value = torch.tensor([[[1.0], [2.0]]])
+    mask = torch.tensor([[-3.4e38, -3.0e38], [3.4e38, 3.0e38]])
+    assert qkv.attention(query, key, value, mask).flatten().tolist() == [2.0, 1.0]
+
+
+def test_window_far_beyond_the_keys():
+    query, key, value = tensors(torch.float32)
+    everything = qkv.attention(query, key, value)
+    far = 2**62
+    assert torch.equal(qkv.attention(query, key, value, window=(far, far)), everything)
+    assert torch.equal(
+        qkv.attention(query, key, value, is_causal=True, query_offset=far), everything
+    )
+    assert (qkv.attention(query, key, value, is_causal=True, query_offset=-far) == 0).all()
