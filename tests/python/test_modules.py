@@ -1,0 +1,227 @@
+"""The modules: against plain operations, against torch.nn, and against their twins in C++."""
+
+import copy
+import json
+import pickle
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import qkv
+
+BUILD = Path(__file__).parents[2] / "build"
+
+# Module, constructor arguments, shapes of the inputs by name (lists of ints: bool masks).
+TWINS = {
+    "sdpa": ("ScaledDotProductAttention", {}, {"query": (2, 3, 5, 8)}),
+    "sdpa_cross": ("ScaledDotProductAttention", {"scale": 1.0},
+                   {"query": (2, 3, 5, 8), "key": (2, 3, 7, 8), "value": (2, 3, 7, 6)}),
+    "sdpa_causal_masks": ("ScaledDotProductAttention", {"causal": True},
+                          {"query": (2, 3, 5, 8), "attn_mask": [2, 1, 5, 5], "key_padding_mask": [2, 5]}),
+    "self": ("SelfAttention", {"d_in": 6, "d_out": 4}, {"input": (2, 5, 6)}),
+    "self_unbatched": ("SelfAttention", {"d_in": 6, "d_out": 4, "d_v": 3, "bias": True, "causal": True},
+                       {"input": (5, 6)}),
+    "self_masks": ("SelfAttention", {"d_in": 6, "d_out": 4, "scale": 0.3},
+                   {"input": (2, 5, 6), "attn_mask": [2, 5, 5], "key_padding_mask": [2, 5]}),
+    "mha": ("MultiheadAttention", {"embed_dim": 12, "num_heads": 3}, {"query": (2, 5, 12)}),
+    "mha_unbatched": ("MultiheadAttention", {"embed_dim": 12, "num_heads": 3, "causal": True},
+                      {"query": (5, 12)}),
+    "mha_cross": ("MultiheadAttention",
+                  {"embed_dim": 12, "num_heads": 3, "kdim": 7, "vdim": 9, "bias": False},
+                  {"query": (2, 5, 12), "key": (2, 4, 7), "value": (2, 4, 9)}),
+    "mha_gqa_window": ("MultiheadAttention",
+                       {"embed_dim": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 5,
+                        "causal": True, "window": (2, 0)},
+                       {"query": (2, 9, 12), "attn_mask": [9, 9], "key_padding_mask": [2, 9]}),
+}  # fmt: skip
+
+
+def make_twin(name):
+    kind, options, shapes = TWINS[name]
+    torch.manual_seed(0)
+    module = getattr(qkv.nn, kind)(**options)
+    inputs = {
+        n: torch.rand(s) < 0.3 if isinstance(s, list) else torch.randn(s) for n, s in shapes.items()
+    }
+    if "attn_mask" in inputs:
+        inputs["attn_mask"] = ~inputs["attn_mask"]
+    return module, inputs
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twin_in_cpp(name, tmp_path):
+    """The same output, weights and gradients from C++, through a state dict that goes both ways."""
+    module, inputs = make_twin(name)
+    kind, options, _ = TWINS[name]
+    paths = {n: str(tmp_path / n) for n in ("weights", "inputs", "output", "saved")}
+    spec = {"module": kind, "options": options, **paths}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    qkv.nn.save_state_dict(module, paths["weights"])
+    torch.save(inputs, paths["inputs"])
+    subprocess.run([BUILD / "tests" / "module_twin", tmp_path / "spec.json"], check=True)
+    found = torch.load(paths["output"], weights_only=False)
+
+    output, weights = module.forward_with_weights(**inputs)
+    torch.testing.assert_close(found["output"], output.detach())
+    torch.testing.assert_close(found["weights"], weights.detach())
+    if list(module.parameters()):
+        output.sin().sum().backward()
+    for parameter, value in module.named_parameters():
+        torch.testing.assert_close(found[f"grad.{parameter}"], value.grad)
+
+    other, _ = make_twin(name)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    qkv.nn.load_state_dict(other, paths["saved"])
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters()))
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_scripted(name):
+    module, inputs = make_twin(name)
+    scripted = torch.jit.script(module)
+    assert torch.equal(scripted(**inputs), module(**inputs))
+    for s, e in zip(
+        scripted.forward_with_weights(**inputs), module.forward_with_weights(**inputs), strict=True
+    ):
+        assert torch.equal(s, e)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_weights_belong_to_the_output(name):
+    """The output of the fused path is what the weights make of the values."""
+    module, inputs = make_twin(name)
+    output, weights = module.forward_with_weights(**inputs)
+    assert torch.equal(module(**inputs), output)
+    query = inputs.get("query", inputs.get("input"))
+    value = inputs.get("value", inputs.get("key", query))
+    if isinstance(module, qkv.nn.MultiheadAttention):
+        v = module.w_v(value).unflatten(-1, (module.num_kv_heads, -1)).transpose(-3, -2)
+        v = v.repeat_interleave(module.num_heads // module.num_kv_heads, -3)
+        expected = module.w_o((weights @ v).transpose(-3, -2).flatten(-2))
+    elif isinstance(module, qkv.nn.SelfAttention):
+        expected = weights @ module.w_v(value)
+    else:
+        expected = weights @ value
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_copies_and_compiles(name):
+    module, inputs = make_twin(name)
+    expected = module(**inputs)
+    assert torch.equal(copy.deepcopy(module)(**inputs), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(**inputs), expected)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}])
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_torch_multihead_attention(options, causal):
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True, **options)
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.3)  # biases too, which start as zeros
+    ours = qkv.nn.MultiheadAttention.from_torch(theirs, causal=causal)
+    query = torch.randn(2, 5, 12)
+    key = torch.randn(2, 6, options.get("kdim", 12))
+    value = torch.randn(2, 6, options.get("vdim", 12))
+    padding = torch.tensor([[False] * 5 + [True], [False] * 6])
+    mask = torch.ones(5, 6, dtype=torch.bool).triu(1) if causal else None
+    expected, weights = theirs(
+        query, key, value, key_padding_mask=padding, attn_mask=mask, average_attn_weights=True
+    )
+    found, found_weights = ours.forward_with_weights(
+        query, key, value, key_padding_mask=padding, average_weights=True
+    )
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found_weights, weights)
+
+
+def test_initialised_as_torch_multihead_attention():
+    """Same ranges and moments; with kdim, also the same bounds of each matrix."""
+    torch.manual_seed(0)
+    for options in ({}, {"kdim": 96, "vdim": 32}):
+        ours, theirs = qkv.nn.MultiheadAttention(64, 4, **options), None
+        theirs = qkv.nn.MultiheadAttention.from_torch(torch.nn.MultiheadAttention(64, 4, **options))
+        for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+            torch.testing.assert_close(a.abs().max(), b.abs().max(), rtol=0.02, atol=0)
+            torch.testing.assert_close(a.std(), b.std(), rtol=0.06, atol=0, msg=name)
+
+
+def test_fully_padded_sample_in_training_and_evaluation():
+    """torch.nn.MultiheadAttention gives three different answers here, NaN among them."""
+    module = qkv.nn.MultiheadAttention(8, 2)
+    x = torch.randn(2, 5, 8)
+    padding = torch.tensor([[True] * 5, [False] * 5])
+    out, weights = module.forward_with_weights(x, key_padding_mask=padding)
+    assert torch.equal(out[0], module.w_o.bias.expand(5, 8)) and (weights[0] == 0).all()
+    out.sum().backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters())
+    assert torch.equal(module.eval()(x, key_padding_mask=padding), out)
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_cache(scripted):
+    module = qkv.nn.MultiheadAttention(8, 4, num_kv_heads=2, causal=True, window=(3, 0)).eval()
+    attend = torch.jit.script(module) if scripted else module
+    x = torch.randn(2, 9, 8)
+    with torch.no_grad():
+        cache = qkv.nn.KVCache(9)
+        parts = [attend(x[:, i:j], cache=cache) for i, j in ((0, 4), (4, 5), (5, 9))]
+        torch.testing.assert_close(torch.cat(parts, 1), module(x))
+        assert cache.length() == len(cache) == 9 and cache.max_length() == 9
+        cache.truncate(4)
+        torch.testing.assert_close(attend(x[:, 4:5], cache=cache), parts[1])
+        again = copy.deepcopy(cache)
+        torch.testing.assert_close(
+            attend(x[:, 5:9], cache=again), attend(x[:, 5:9], cache=cache)
+        )
+
+
+def test_cache_with_padding():
+    """Left padding of a prompt stays masked while tokens are added."""
+    module = qkv.nn.MultiheadAttention(8, 2, causal=True).eval()
+    prompt, tokens = torch.randn(1, 3, 8), torch.randn(1, 4, 8)
+    with torch.no_grad():
+        expected = module(torch.cat([prompt, tokens], 1))[:, 3:]
+        padded = torch.cat([torch.randn(1, 2, 8), prompt], 1)
+        padding = torch.tensor([[True, True] + 7 * [False]])
+        cache = qkv.nn.KVCache(9)
+        module(padded, key_padding_mask=padding[:, :5], cache=cache)
+        found = [
+            module(tokens[:, i : i + 1], key_padding_mask=padding[:, : 6 + i], cache=cache)
+            for i in range(4)
+        ]
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+
+
+def test_files_of_every_kind(tmp_path):
+    module = qkv.nn.MultiheadAttention(8, 2)
+    x = torch.randn(1, 4, 8)
+    torch.jit.script(module).save(str(tmp_path / "script"))
+    torch.save(dict(module.state_dict()), tmp_path / "dict")
+    torch.save(module.state_dict(), tmp_path / "ordered_dict")
+    for name in ("script", "dict", "ordered_dict"):
+        other = qkv.nn.MultiheadAttention(8, 2)
+        qkv.nn.load_state_dict(other, tmp_path / name)
+        assert torch.equal(other(x), module(x))
+
+
+def test_repr():
+    assert repr(qkv.nn.SelfAttention(4, 2, causal=True)).startswith(
+        "SelfAttention(\n  causal=True, dropout=0.0\n  (w_q): Linear(in_features=4, out_features=2"
+    )
+    text = repr(qkv.nn.MultiheadAttention(8, 4, num_kv_heads=2, window=(2, 0)))
+    assert "num_heads=4, num_kv_heads=2, dropout=0.0, causal=False, window=(2, 0)" in text
+
+
+def test_dropout_in_training_only():
+    module = qkv.nn.MultiheadAttention(8, 2, dropout=0.5)
+    x = torch.randn(1, 20, 8)
+    assert not torch.equal(module(x), module(x))
+    assert torch.equal(module.eval()(x), module(x))

@@ -1,0 +1,143 @@
+"""The library as a file and as a package: what is in it, how it is chosen, how it is installed."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import qkv
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(program: str, **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+
+
+def test_kernels_include_no_torch():
+    for path in (ROOT / "csrc" / "kernels").rglob("*.*"):
+        for line in path.read_text().splitlines():
+            if line.startswith("#include"):
+                assert re.match(
+                    r'#include ("kernels/|<(stdint|string|immintrin)\.h>)', line
+                ), f"{path}: {line}"
+
+
+def test_instruction_sets_share_no_code():
+    """What each set's object file defines is in the namespace of its name, so that the linker has
+    nothing to merge: AVX-512 code in the generic path would crash older processors."""
+    objects = list((ROOT / "build").rglob("isa_*.cpp.o"))
+    assert len(objects) == (3 if platform.machine() == "x86_64" else 1)
+    for path in objects:
+        isa = re.search(r"isa_(\w+)\.cpp", path.name).group(1)
+        symbols = subprocess.run(["nm", "-C", "--defined-only", path], capture_output=True, text=True)
+        for line in symbols.stdout.splitlines():
+            _, kind, name = line.split(maxsplit=2)
+            if kind in "tT" or kind == "r":  # local to the file
+                continue
+            assert f"qkv::kernels::{isa}::" in name, f"{path.name} defines {name}"
+
+
+def test_library_knows_no_python():
+    linked = subprocess.run(["ldd", qkv.library_path], capture_output=True, text=True).stdout
+    assert "libpython" not in linked and "libtorch_cpu" in linked
+    symbols = subprocess.run(["nm", "-D", "--defined-only", qkv.library_path], capture_output=True, text=True)
+    assert "PyInit" not in symbols.stdout
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+def test_isa_can_be_chosen(isa):
+    program = """
+import torch, qkv
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 2, 3, 150, 24, dtype=torch.float64).requires_grad_()
+print(qkv.explain(q, k, v).splitlines()[1])
+out = qkv.attention(q, k, v, is_causal=True)
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+torch.testing.assert_close(out, expected)
+for a, e in zip(*(torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, expected))):
+    torch.testing.assert_close(a, e)
+"""
+    done = python(program, QKV_CPU_ISA=isa)
+    if "this processor does not have it" in done.stderr:
+        pytest.skip(f"no {isa} here")
+    assert done.returncode == 0, done.stderr
+    assert f"fused cpu float64 {isa}" in done.stdout
+
+
+def test_unknown_isa():
+    done = python("import torch, qkv; q = torch.ones(2, 2); qkv.attention(q, q, q)", QKV_CPU_ISA="mmx")
+    assert "ValueError: qkv: QKV_CPU_ISA=mmx is not one of avx512, avx2, generic" in done.stderr
+
+
+def test_fallback_is_said_once_for_each_reason():
+    program = """
+import torch, qkv
+q = torch.randn(1, 2, 3, 4)
+for _ in range(3):
+    qkv.attention(q, q, q)
+    qkv.attention(q, q, q, softcap=1.0)
+    qkv.attention(q.bfloat16(), q.bfloat16(), q.bfloat16())
+"""
+    done = python(program)
+    assert done.returncode == 0
+    assert done.stderr.count("running unfused") == 2
+    assert "because softcap has no fused kernel" in done.stderr
+    assert "because dtype bfloat16 has no fused kernel" in done.stderr
+    strict = python(program, QKV_STRICT="1")
+    assert "RuntimeError: qkv::attention: QKV_STRICT is set and this would run unfused: softcap" in strict.stderr
+
+
+def test_verbose():
+    program = "import torch, qkv; q = torch.ones(1, 2, 3, 4); qkv.attention(q, q, q, is_causal=True)"
+    assert python(program).stderr == ""
+    said = python(program, QKV_VERBOSE="1").stderr
+    assert "qkv::attention\n  forward, backward  fused cpu float32" in said
+    assert "right 0, query_offset 0" in said
+
+
+def test_another_torch_is_refused(monkeypatch):
+    from qkv import _library
+
+    monkeypatch.setattr(torch, "__version__", "2.99.1")
+    with pytest.raises(ImportError, match=r"was built for torch .*, but this is torch 2\.99\.1"):
+        _library.load()
+
+
+def test_version():
+    header = (ROOT / "include/qkv/version.h").read_text()
+    assert f'#define QKV_VERSION "{qkv.__version__}"' in header
+
+
+def test_pip_install(tmp_path):
+    """pip install --no-build-isolation . in an environment that sees this one's torch."""
+    target = tmp_path / "installed"
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--quiet"]
+        + ["--target", target, ROOT],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    program = """
+import torch, qkv
+print(qkv.__file__, qkv.library_path)
+assert (qkv.cmake_prefix_path / "lib/cmake/qkv/qkvConfig.cmake").exists()
+assert (qkv.cmake_prefix_path / "include/qkv/qkv.h").exists()
+q = torch.randn(1, 2, 3, 4)
+torch.testing.assert_close(qkv.attention(q, q, q), torch.nn.functional.scaled_dot_product_attention(q, q, q))
+"""
+    # From elsewhere, so that the source tree is not found first.
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(target)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        str(target / "qkv/__init__.py"),
+        str(target / "qkv/lib/libqkv.so"),
+    ]
