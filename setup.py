@@ -42,7 +42,9 @@ class BuildWithCMake(build_py):
         super().run()
         build = ROOT / "build"
         configure = [cmake(), "-S", ROOT, "-B", build, f"-DQKV_TORCH_DIR={torch_dir()}"]
-        ninja = shutil.which("ninja", path=str(Path(sys.executable).parent)) or shutil.which("ninja")
+        ninja = shutil.which("ninja", path=str(Path(sys.executable).parent)) or shutil.which(
+            "ninja"
+        )
         if ninja and not (build / "CMakeCache.txt").exists():
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         package = Path(self.build_lib).resolve() / "qkv"

@@ -39,7 +39,8 @@ void check_query_key_value(const char* op, const Arguments& a) {
   const auto check = [&](const char* name, const Tensor& x) {
     check_ordinary_tensor(op, name, x);
     TORCH_CHECK_TYPE(is_supported_float(x.scalar_type()), op, ": ", name,
-                     " must be float64, float32, bfloat16 or float16, but is ", dtype_name(x.scalar_type()));
+                     " must be float64, float32, bfloat16 or float16, but is ",
+                     dtype_name(x.scalar_type()));
     TORCH_CHECK_TYPE(x.scalar_type() == a.query.scalar_type(), op,
                      ": query, key and value must have one dtype, but query is ",
                      dtype_name(a.query.scalar_type()), " and ", name, " is ",
@@ -111,8 +112,8 @@ void check_float_extra(const char* op, const char* name, const Tensor& x, const 
                        const Shape& batch, const SymInt& heads) {
   check_ordinary_tensor(op, name, x);
   TORCH_CHECK_TYPE(x.scalar_type() == query.scalar_type() || x.scalar_type() == at::kFloat, op,
-                   ": ", name, " must have query's dtype, ",
-                   dtype_name(query.scalar_type()), ", or float32, but is ", dtype_name(x.scalar_type()));
+                   ": ", name, " must have query's dtype, ", dtype_name(query.scalar_type()),
+                   ", or float32, but is ", dtype_name(x.scalar_type()));
   Shape full = batch;
   full.push_back(heads);
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_size(-1) == heads, op, ": ", name,
@@ -182,9 +183,7 @@ Tensor expanded(const Tensor& x, const Shape& batch, const SymInt& heads) {
   return full == shape_of(x) ? x : x.expand_symint(full);
 }
 
-OptionalTensor given(const OptionalTensor& x) {
-  return x && x->defined() ? x : OptionalTensor();
-}
+OptionalTensor given(const OptionalTensor& x) { return x && x->defined() ? x : OptionalTensor(); }
 
 std::vector<SymInt> band_of(const Arguments& a) {
   SymInt left = a.window ? (*a.window)[0] : SymInt(-1);
@@ -220,11 +219,11 @@ Call checked_call(const char* op, const Arguments& given_arguments) {
   check_query_key_value(op, a);
   check_scalars(op, a);
   const auto [kv_heads, query_heads] = checked_heads(op, a);
-  Shape batch = broadcast(op, "the batch dimensions of query and key", batch_of(a.query),
-                          batch_of(a.key));
+  Shape batch =
+      broadcast(op, "the batch dimensions of query and key", batch_of(a.query), batch_of(a.key));
   if (a.value) {
-    batch = broadcast(op, "the batch dimensions of query, key and value", batch,
-                      batch_of(*a.value));
+    batch =
+        broadcast(op, "the batch dimensions of query, key and value", batch, batch_of(*a.value));
   }
   check_masks(op, a, batch, query_heads);
 

@@ -58,13 +58,13 @@ std::string explain_composite(const Arguments& arguments) {
 }
 
 // FuncTorchBatchedDecomposition: without it, vmap would loop over the batch.
-#define QKV_REGISTER_COMPOSITE(key)                                                              \
-  TORCH_LIBRARY_IMPL(qkv, key, m) {                                                              \
-    m.impl("attention", &AttentionOp<Tensor>::kernel<&attention_composite>);                     \
-    m.impl("attention_with_lse", &AttentionOp<std::tuple<Tensor, Tensor>>::kernel<               \
-                                     &attention_with_lse_composite>);                            \
-    m.impl("attention_weights", &AttentionWeightsOp::kernel<&attention_weights_composite>);      \
-    m.impl("explain", &AttentionOp<std::string>::kernel<&explain_composite>);                    \
+#define QKV_REGISTER_COMPOSITE(key)                                                          \
+  TORCH_LIBRARY_IMPL(qkv, key, m) {                                                          \
+    m.impl("attention", &AttentionOp<Tensor>::kernel<&attention_composite>);                 \
+    m.impl("attention_with_lse",                                                             \
+           &AttentionOp<std::tuple<Tensor, Tensor>>::kernel<&attention_with_lse_composite>); \
+    m.impl("attention_weights", &AttentionWeightsOp::kernel<&attention_weights_composite>);  \
+    m.impl("explain", &AttentionOp<std::string>::kernel<&explain_composite>);                \
   }
 
 QKV_REGISTER_COMPOSITE(CompositeImplicitAutograd)
@@ -104,11 +104,11 @@ std::tuple<Tensor, Tensor> attention_with_lse(const Tensor& query, const Tensor&
                                                        as_arguments(query, key, value, options));
 }
 
-Tensor attention_weights(const Tensor& query, const Tensor& key,
-                         const AttentionOptions& options) {
+Tensor attention_weights(const Tensor& query, const Tensor& key, const AttentionOptions& options) {
   TORCH_CHECK_VALUE(options.dropout_p() == 0.0,
                     "qkv::attention_weights: the weights are those before dropout, so dropout_p "
-                    "must be 0, but is ", options.dropout_p());
+                    "must be 0, but is ",
+                    options.dropout_p());
   return AttentionWeightsOp::call("qkv::attention_weights",
                                   as_arguments(query, key, std::nullopt, options));
 }

@@ -39,14 +39,13 @@ std::string description(const char* op, const Call& call) {
   std::ostringstream out;
   out << op << '\n';
   out << "  forward, backward  " << kernel_name(call) << '\n';
-  out << "  further orders     " << (call.unfused_reason.empty() ? "unfused reference formulas"
-                                                                 : "unfused reference")
-      << '\n';
-  out << "  shape              B=" << sizes.slice(0, sizes.size() - 3) << " Hq=" << x.query.sym_size(-3)
-      << " Hkv=" << x.key.sym_size(-3) << " M=" << x.query.sym_size(-2)
-      << " N=" << x.key.sym_size(-2) << " D=" << x.query.sym_size(-1)
-      << " Dv=" << x.value.sym_size(-1) << ' ' << dtype_name(x.query.scalar_type()) << ' ' << x.query.device()
-      << '\n';
+  out << "  further orders     "
+      << (call.unfused_reason.empty() ? "unfused reference formulas" : "unfused reference") << '\n';
+  out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)
+      << " Hq=" << x.query.sym_size(-3) << " Hkv=" << x.key.sym_size(-3)
+      << " M=" << x.query.sym_size(-2) << " N=" << x.key.sym_size(-2)
+      << " D=" << x.query.sym_size(-1) << " Dv=" << x.value.sym_size(-1) << ' '
+      << dtype_name(x.query.scalar_type()) << ' ' << x.query.device() << '\n';
   out << "  band               left " << bound(x.band[0]) << ", right " << bound(x.band[1])
       << ", query_offset " << x.band[2] << '\n';
   return out.str();

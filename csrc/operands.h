@@ -39,8 +39,7 @@ class InternalOp<Result(const Operands&, Rest...)> {
       : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Flat>()) {}
 
   Result operator()(const Operands& x, Rest... rest) const {
-    return handle_.call(x.query, x.key, x.value, x.attn_mask, x.key_mask, x.scale, x.band,
-                        rest...);
+    return handle_.call(x.query, x.key, x.value, x.attn_mask, x.key_mask, x.scale, x.band, rest...);
   }
 
   Result redispatch(c10::DispatchKeySet keys, const Operands& x, Rest... rest) const {
@@ -86,9 +85,10 @@ using Forward = std::tuple<Tensor, Tensor>(const Operands&);
 
 /// Gradients of query, key, value and attn_mask. Those with needs[i] false are empty tensors.
 /// output and logsumexp are those of _attention_forward: functions of the operands, not variables.
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(
-    const Operands&, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-    const Tensor& lse, std::array<bool, 4> needs);
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Operands&, const Tensor& grad_out,
+                                                            const OptionalTensor& grad_lse,
+                                                            const Tensor& out, const Tensor& lse,
+                                                            std::array<bool, 4> needs);
 
 /// Tangents of output and logsumexp. A tangent that is not given is zero and costs nothing.
 using Jvp = std::tuple<Tensor, Tensor>(const Operands&, const OptionalTensor& query_t,

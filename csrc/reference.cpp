@@ -37,7 +37,8 @@ Tensor random_16_bits(const Operands& x, const Tensor& seed) {
   Tensor c2 = at::arange(x.query.sym_size(-3), options).unsqueeze(-1).unsqueeze(-1);
   Tensor c3 = at::zeros({}, options);
   Tensor k0 = seed.bitwise_and(kWord).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1);
-  Tensor k1 = seed.bitwise_right_shift(32).bitwise_and(kWord).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1);
+  Tensor k1 =
+      seed.bitwise_right_shift(32).bitwise_and(kWord).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1);
   const auto high = [&](const Tensor& c, int64_t m) {  // of the 64-bit product c · m
     const Tensor low_half = c.bitwise_and(0xffff) * m;
     const Tensor high_half = c.bitwise_right_shift(16) * m + low_half.bitwise_right_shift(16);
@@ -111,7 +112,8 @@ Softmax softmax(const Call& call) {
   const Tensor key = for_query_heads(x.key, x).to(real);
   Tensor scores = product_of_rows_and_columns(x.query.to(real) * x.scale, key.transpose(-2, -1));
   if (call.softcap != 0.0) scores = at::tanh(scores / call.softcap) * call.softcap;
-  if (x.attn_mask && x.attn_mask->scalar_type() != at::kBool) scores = scores + x.attn_mask->to(real);
+  if (x.attn_mask && x.attn_mask->scalar_type() != at::kBool)
+    scores = scores + x.attn_mask->to(real);
   if (call.alibi_slopes) {
     const Tensor slopes = call.alibi_slopes->to(real).unsqueeze(-1).unsqueeze(-1);
     scores = scores - slopes * distances(x).abs();

@@ -56,16 +56,13 @@ struct Recomputed {
     return x.unflatten_symint(-3, {kv_heads, x.sym_size(-3) / kv_heads}).sum(-3);
   }
 
-  Tensor mask_pairs(const Tensor& mask) const {
-    return mask.to(real).where(softmax.keep, 0.0);
-  }
+  Tensor mask_pairs(const Tensor& mask) const { return mask.to(real).where(softmax.keep, 0.0); }
 };
 
 void add(Tensor& sum, const Tensor& x) { sum = sum.defined() ? sum + x : x; }
 
 std::tuple<Tensor, Tensor> attention_jvp(const Operands& x, const OptionalTensor& query_t,
-                                         const OptionalTensor& key_t,
-                                         const OptionalTensor& value_t,
+                                         const OptionalTensor& key_t, const OptionalTensor& value_t,
                                          const OptionalTensor& attn_mask_t) {
   report_fallback("qkv::attention", "forward-mode derivatives have no fused kernel");
   const Recomputed r(x);

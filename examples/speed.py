@@ -1,6 +1,6 @@
 """Speed beside PyTorch's own attention: same tensors, one run, taking turns.
 
-    python examples/speed.py
+python examples/speed.py
 """
 
 import statistics
@@ -35,17 +35,15 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"{self.name} ({self.shape}): {self.milliseconds:.2f} ms, {self.speedup:.2f}x PyTorch's "
-            f"speed ({self.slowest:.2f} to {self.fastest:.2f}); {self.kernel}"
+            f"{self.name} ({self.shape}): {self.milliseconds:.2f} ms, {self.speedup:.2f} times "
+            f"PyTorch's speed ({self.slowest:.2f} to {self.fastest:.2f}); {self.kernel}"
         )
 
 
 def compare(case, rounds: int = 7) -> Comparison:
     name, batch, heads, m, n, d, causal, backward = case
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(batch, heads, rows, d, requires_grad=backward) for rows in (m, n, n)
-    )
+    q, k, v = (torch.randn(batch, heads, rows, d, requires_grad=backward) for rows in (m, n, n))
     grad = torch.randn(batch, heads, m, d)
     statement = "f(q, k, v, is_causal=causal)"
     if backward:

@@ -66,7 +66,10 @@ def results() -> list[Result]:
     # Learned W_Q, W_K, W_V, with and without a causal mask.
     e = EXAMPLES["your_journey_trainable"]
     inputs, tokens = tensor(e["inputs"]), e["tokens"]
-    for name, causal in (("your_journey_trainable", False), ("your_journey_trainable_causal", True)):
+    for name, causal in (
+        ("your_journey_trainable", False),
+        ("your_journey_trainable_causal", True),
+    ):
         module = qkv.nn.SelfAttention(3, 2, causal=causal, dtype=torch.float64)
         with torch.no_grad():
             for linear, key in ((module.w_q, "W_q"), (module.w_k, "W_k"), (module.w_v, "W_v")):
@@ -87,7 +90,12 @@ def results() -> list[Result]:
     add("income_lookup", "weights", qkv.attention_weights(query, key, mask)[0], e["weights"])
     add("income_lookup", "output", out.squeeze(), e["output"])
     only = torch.tensor([[False, True, False]])
-    add("income_lookup", "one key", qkv.attention(query, key, value.unsqueeze(1), only)[0, 0], 2000.0)
+    add(
+        "income_lookup",
+        "one key",
+        qkv.attention(query, key, value.unsqueeze(1), only)[0, 0],
+        2000.0,
+    )
 
     e = EXAMPLES["masked_self_attention"]
     x, keep = tensor(e["x"]), torch.tensor(e["keep_mask"], dtype=torch.bool)
@@ -108,8 +116,12 @@ def results() -> list[Result]:
     q, k, v = (tensor(e[name]) @ x for name in ("W_Q", "W_K", "W_V"))
     assert math.isclose(scale, math.log(3) / 2)
     add("by_hand_columns", "scores", k.T @ q, e["scores"])
-    add("by_hand_columns", "weights", qkv.attention_weights(q.T, k.T, scale=scale).T,
-        e["weights_columns"])
+    add(
+        "by_hand_columns",
+        "weights",
+        qkv.attention_weights(q.T, k.T, scale=scale).T,
+        e["weights_columns"],
+    )
     add("by_hand_columns", "Z", qkv.attention(q.T, k.T, v.T, scale=scale).T, e["Z_columns"])
     return found
 
@@ -137,8 +149,9 @@ def train_heat_map():
 
 def as_table(r: Result) -> Table:
     """Row by row, ours over what was expected; of large ones the beginning."""
-    ours, expected = (x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-                      for x in (r.ours, r.expected))
+    ours, expected = (
+        x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1) for x in (r.ours, r.expected)
+    )
     if r.ours.dim() == 1:
         ours, expected = ours.reshape(1, -1), expected.reshape(1, -1)
     columns = min(ours.shape[1], 7)

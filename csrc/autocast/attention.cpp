@@ -32,8 +32,7 @@ Tensor attention(const Arguments& a) {
 template <c10::DeviceType kDevice>
 std::tuple<Tensor, Tensor> attention_with_lse(const Arguments& a) {
   c10::impl::ExcludeDispatchKeyGuard guard(autocast_key(kDevice));
-  return AttentionOp<std::tuple<Tensor, Tensor>>::call("qkv::attention_with_lse",
-                                                       cast<kDevice>(a));
+  return AttentionOp<std::tuple<Tensor, Tensor>>::call("qkv::attention_with_lse", cast<kDevice>(a));
 }
 
 template <c10::DeviceType kDevice>

@@ -26,7 +26,9 @@ struct QkvAttentionBackwardBackward : OperandsNode<QkvAttentionBackwardBackward>
   static variable_list gradients(const variable_list& grads, const Operands& x,
                                  const std::vector<Tensor>& others,
                                  const std::vector<bool>& needs) {
-    const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
+    const auto optional = [](const Tensor& t) {
+      return t.defined() ? OptionalTensor(t) : std::nullopt;
+    };
     const auto [grad_out, grad_lse, grad_query, grad_key, grad_value, grad_mask] =
         attention_backward_backward_op()(
             x, others[0], optional(others[1]), optional(grads[0]), optional(grads[1]),
@@ -67,8 +69,8 @@ std::array<OptionalTensor, 4> tangents(const Operands& x, const Tensor& grad_out
   const OptionalTensor grad_out_t = tangent(grad_out), grad_lse_t = tangent(grad_lse);
   if (grad_out_t || grad_lse_t) {
     const Tensor moved_out = grad_out_t ? *grad_out_t : at::zeros_like(primal(grad_out));
-    take(attention_backward_op()(primal(x), moved_out, grad_lse_t, primal(out), primal(lse),
-                                 needs));
+    take(
+        attention_backward_op()(primal(x), moved_out, grad_lse_t, primal(out), primal(lse), needs));
   }
   return result;
 }
@@ -81,8 +83,7 @@ Gradients attention_backward(c10::DispatchKeySet keys, const Operands& x, const 
   const Tensor mask = x.attn_mask.value_or(Tensor()), lse_grad = grad_lse.value_or(Tensor());
   if (compute_requires_grad(grad_out, lse_grad, x.query, x.key, x.value, mask)) {
     node = make_node<QkvAttentionBackwardBackward>();
-    node->set_next_edges(
-        collect_next_edges(grad_out, lse_grad, x.query, x.key, x.value, mask));
+    node->set_next_edges(collect_next_edges(grad_out, lse_grad, x.query, x.key, x.value, mask));
     node->save_operands(x);
     node->save(grad_out, /*is_output=*/false);
     node->save(grad_lse, /*is_output=*/false);

@@ -54,8 +54,7 @@ std::tuple<Tensor, Tensor> attention_forward(c10::DispatchKeySet keys, const Ope
   }
   const OperandTangents t(x);
   if (t.any()) {
-    const auto [out_t, lse_t] =
-        attention_jvp_op()(primal(x), t.query, t.key, t.value, t.attn_mask);
+    const auto [out_t, lse_t] = attention_jvp_op()(primal(x), t.query, t.key, t.value, t.attn_mask);
     out._set_fw_grad(out_t, /*level=*/0, /*is_inplace_op=*/false);
     lse._set_fw_grad(lse_t, /*level=*/0, /*is_inplace_op=*/false);
   }

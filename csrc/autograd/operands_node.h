@@ -24,10 +24,11 @@ using torch::autograd::variable_list;
 /// A node that saves tensors, the operands first, and computes its gradients by a pure function of
 /// them, Derived::gradients. Purity is what lets compiled autograd trace it.
 ///
-/// Derived has: kSavedTensors, the number of tensors saved in all; kGradients, the number of
-/// inputs; kSavesOutputs, whether the last two saved tensors are the node's own outputs; and
-///   static variable_list gradients(const variable_list& grads, const Operands&,
-///                                  const std::vector<Tensor>& others, const std::vector<bool>& needs)
+/// Derived has kSavedTensors, the number of tensors saved in all; kGradients, the number of inputs;
+/// kSavesOutputs, whether the last two saved tensors are the node's own outputs; and
+///   static variable_list gradients(const variable_list& grads, const Operands& operands,
+///                                  const std::vector<Tensor>& others,
+///                                  const std::vector<bool>& needs)
 template <class Derived>
 class OperandsNode : public Node {
  public:
@@ -75,8 +76,9 @@ class OperandsNode : public Node {
     const auto function =
         compiler->bind_function(saved.get_py_compiler(), name(), &compute_packed, schema,
                                 /*is_custom_function=*/true, /*is_traceable=*/true);
-    const auto metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::
-        pack(torch::dynamo::autograd::get_input_metadata(next_edges()));
+    const auto metadata =
+        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+            torch::dynamo::autograd::get_input_metadata(next_edges()));
     auto result = compiler->call_function(saved.get_py_compiler(), "apply_functional", function,
                                           grads, arguments, metadata);
     for (SavedVariable& x : saved_) saved.after(x);
@@ -110,9 +112,11 @@ class OperandsNode : public Node {
     bool any_gradient = false;
     for (const Tensor& grad : grads) any_gradient |= grad.defined();
     if (!any_gradient) return variable_list(Derived::kGradients);
-    const auto optional = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
-    const Operands x{saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), scale,
-                     band};
+    const auto optional = [](const Tensor& x) {
+      return x.defined() ? OptionalTensor(x) : std::nullopt;
+    };
+    const Operands x{saved[0],           saved[1], saved[2], optional(saved[3]),
+                     optional(saved[4]), scale,    band};
     return Derived::gradients(grads, x, {saved.begin() + kOperandTensors, saved.end()}, needs);
   }
 
@@ -145,8 +149,8 @@ inline OptionalTensor primal(const OptionalTensor& x) {
 }
 
 inline Operands primal(const Operands& x) {
-  return {primal(x.query),     primal(x.key),      primal(x.value), primal(x.attn_mask),
-          primal(x.key_mask), x.scale, x.band};
+  return {primal(x.query),    primal(x.key), primal(x.value), primal(x.attn_mask),
+          primal(x.key_mask), x.scale,       x.band};
 }
 
 /// The tangents of the operands that are differentiable.

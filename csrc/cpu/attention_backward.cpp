@@ -26,7 +26,8 @@ void run_splits(kernels::BackwardParams<T>& params) {
   const int64_t units_at_once = 4 * static_cast<int64_t>(at::get_num_threads());
   const int64_t heads_at_once =
       sums ? std::min(heads, (units_at_once + params.splits - 1) / params.splits) : heads;
-  const int64_t partial_numbers = sums ? heads_at_once * kernels.partial_grad_query_size(params) : 0;
+  const int64_t partial_numbers =
+      sums ? heads_at_once * kernels.partial_grad_query_size(params) : 0;
   const auto partial = c10::GetCPUAllocator()->allocate(partial_numbers * sizeof(T));
   params.partial_grad_query = static_cast<T*>(partial.get());
 
@@ -37,10 +38,9 @@ void run_splits(kernels::BackwardParams<T>& params) {
       kernels.backward(params, head, unit, scratch);
     });
     if (!sums) continue;
-    for_each_unit(count * kernels.backward_row_tiles(params.problem), scratch_bytes,
-                  [&](int64_t unit, void* scratch) {
-                    kernels.sum_grad_query(params, head, unit, scratch);
-                  });
+    for_each_unit(
+        count * kernels.backward_row_tiles(params.problem), scratch_bytes,
+        [&](int64_t unit, void* scratch) { kernels.sum_grad_query(params, head, unit, scratch); });
   }
 }
 
@@ -66,16 +66,17 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   if (needs[0] || needs[1] || needs[2]) run_splits(backward);
   if (needs[3]) {
     const auto& kernels = kernels_for<T>();
-    for_each_unit(kernels.mask_gradient_units(params), kernels.mask_gradient_scratch_bytes(params),
-                  [&](int64_t unit, void* scratch) {
-                    kernels.mask_gradient(params, unit, scratch);
-                  });
+    for_each_unit(
+        kernels.mask_gradient_units(params), kernels.mask_gradient_scratch_bytes(params),
+        [&](int64_t unit, void* scratch) { kernels.mask_gradient(params, unit, scratch); });
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Operands& operands, const Tensor& grad_out, const OptionalTensor& grad_lse,
-    const Tensor& out, const Tensor& lse, std::array<bool, 4> needs) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Operands& operands,
+                                                              const Tensor& grad_out,
+                                                              const OptionalTensor& grad_lse,
+                                                              const Tensor& out, const Tensor& lse,
+                                                              std::array<bool, 4> needs) {
   const auto results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
   if (nothing_attends) {

@@ -10,10 +10,10 @@ const kernels::CpuKernelTable& kernel_table() {
   static const kernels::CpuKernelTable& table = []() -> const kernels::CpuKernelTable& {
     const char* name = requested_cpu_isa();
     const auto chosen = kernels::choose_cpu_kernels(name);
-    TORCH_CHECK_VALUE(chosen.choice != kernels::IsaChoice::kUnknownName, "qkv: QKV_CPU_ISA=",
-                      name, " is not one of ", kernels::cpu_isa_names());
-    TORCH_CHECK_VALUE(chosen.choice != kernels::IsaChoice::kNotOnThisCpu, "qkv: QKV_CPU_ISA=",
-                      name, ", but this processor does not have it");
+    TORCH_CHECK_VALUE(chosen.choice != kernels::IsaChoice::kUnknownName, "qkv: QKV_CPU_ISA=", name,
+                      " is not one of ", kernels::cpu_isa_names());
+    TORCH_CHECK_VALUE(chosen.choice != kernels::IsaChoice::kNotOnThisCpu, "qkv: QKV_CPU_ISA=", name,
+                      ", but this processor does not have it");
     return *chosen.table;
   }();
   return table;

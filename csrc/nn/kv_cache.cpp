@@ -27,8 +27,7 @@ KVCache::KVCache(int64_t max_length) : max_length_(max_length) {
                     max_length);
 }
 
-std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key,
-                                                   const at::Tensor& value) {
+std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key, const at::Tensor& value) {
   TORCH_CHECK_VALUE(key.dim() >= 2 && value.dim() >= 2 && key.size(-2) == value.size(-2),
                     "qkv::KVCache: key and value must be (.., new keys, width), but have shapes ",
                     key.sizes(), " and ", value.sizes());
@@ -36,8 +35,8 @@ std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key,
                     "qkv::KVCache: no gradients flow through a cache; use it without grad mode "
                     "(torch.no_grad() in Python, torch::NoGradGuard in C++)");
   const int64_t count = key.size(-2);
-  TORCH_CHECK_VALUE(length_ + count <= max_length_, "qkv::KVCache: there is room for ",
-                    max_length_, " keys, but ", length_, " are cached and ", count, " come");
+  TORCH_CHECK_VALUE(length_ + count <= max_length_, "qkv::KVCache: there is room for ", max_length_,
+                    " keys, but ", length_, " are cached and ", count, " come");
   const auto fits = [](const at::Tensor& cached, const at::Tensor& x) {
     return cached.defined() && sizes_of_one_key(cached) == sizes_of_one_key(x) &&
            cached.scalar_type() == x.scalar_type() && cached.device() == x.device();
@@ -45,8 +44,8 @@ std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key,
   if (!fits(key_, key) || !fits(value_, value)) {
     TORCH_CHECK_VALUE(length_ == 0, "qkv::KVCache: cached are keys of shape ",
                       key_.defined() ? key_.sizes() : at::IntArrayRef(), " and values of ",
-                      value_.defined() ? value_.sizes() : at::IntArrayRef(),
-                      ", but appended are ", key.sizes(), " and ", value.sizes());
+                      value_.defined() ? value_.sizes() : at::IntArrayRef(), ", but appended are ",
+                      key.sizes(), " and ", value.sizes());
     key_ = with_room_for(max_length_, key);
     value_ = with_room_for(max_length_, value);
   }

@@ -15,7 +15,8 @@ int64_t head_dim_of(const MultiheadAttentionOptions& options) {
   if (options.head_dim()) return *options.head_dim();
   TORCH_CHECK_VALUE(options.embed_dim() % options.num_heads() == 0, kName,
                     ": embed_dim must be divisible by num_heads unless head_dim is given, but "
-                    "embed_dim=", options.embed_dim(), " and num_heads=", options.num_heads());
+                    "embed_dim=",
+                    options.embed_dim(), " and num_heads=", options.num_heads());
   return options.embed_dim() / options.num_heads();
 }
 
@@ -106,8 +107,8 @@ MultiheadAttentionImpl::Projected MultiheadAttentionImpl::project(
   const at::Tensor& keys = key.defined() ? key : query;
   const at::Tensor& values = value.defined() ? value : keys;
   const auto check = [](const char* name, const at::Tensor& x, const char* letters, int64_t width) {
-    TORCH_CHECK_VALUE(x.dim() >= 2 && x.size(-1) == width, kName, ": ", name, " must be (.., rows, ",
-                      letters, "=", width, "), but has shape ", x.sizes());
+    TORCH_CHECK_VALUE(x.dim() >= 2 && x.size(-1) == width, kName, ": ", name,
+                      " must be (.., rows, ", letters, "=", width, "), but has shape ", x.sizes());
   };
   check("query", query, "embed_dim", w_q->options.in_features());
   check("key", keys, "kdim", w_k->options.in_features());

@@ -35,8 +35,9 @@ void SelfAttentionImpl::reset() {
   check_positive(kName, "d_v", options.d_v().value_or(options.d_out()));
   check_dropout(kName, options.dropout());
   const auto linear = [&](const char* name, int64_t d_out) {
-    return register_module(name, torch::nn::Linear(torch::nn::LinearOptions(options.d_in(), d_out)
-                                                       .bias(options.bias())));
+    return register_module(
+        name,
+        torch::nn::Linear(torch::nn::LinearOptions(options.d_in(), d_out).bias(options.bias())));
   };
   w_q = linear("w_q", options.d_out());
   w_k = linear("w_k", options.d_out());

@@ -6,9 +6,11 @@ namespace qkv::vmap {
 
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-    const Tensor& lse, std::array<bool, 4> needs) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Operands& x,
+                                                              const Tensor& grad_out,
+                                                              const OptionalTensor& grad_lse,
+                                                              const Tensor& out, const Tensor& lse,
+                                                              std::array<bool, 4> needs) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
   const Level level(x, {grad_out, grad_lse, out, lse});
   if (!level.any()) return attention_backward_op()(x, grad_out, grad_lse, out, lse, needs);

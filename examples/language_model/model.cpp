@@ -10,8 +10,9 @@ BlockImpl::BlockImpl(const Config& config) {
   };
   norm_attention = register_module("norm_attention", layer_norm());
   attention = register_module(
-      "attention", qkv::nn::MultiheadAttention(
-                       qkv::nn::MultiheadAttentionOptions(config.width, config.heads).causal(true)));
+      "attention",
+      qkv::nn::MultiheadAttention(
+          qkv::nn::MultiheadAttentionOptions(config.width, config.heads).causal(true)));
   norm_mlp = register_module("norm_mlp", layer_norm());
   widen = register_module("widen", torch::nn::Linear(config.width, 4 * config.width));
   narrow = register_module("narrow", torch::nn::Linear(4 * config.width, config.width));
@@ -24,10 +25,10 @@ torch::Tensor BlockImpl::forward(torch::Tensor x,
 }
 
 LanguageModelImpl::LanguageModelImpl(const Config& config_) : config(config_) {
-  token_embedding = register_module("token_embedding",
-                                    torch::nn::Embedding(config.vocabulary, config.width));
-  position_embedding = register_module("position_embedding",
-                                       torch::nn::Embedding(config.context, config.width));
+  token_embedding =
+      register_module("token_embedding", torch::nn::Embedding(config.vocabulary, config.width));
+  position_embedding =
+      register_module("position_embedding", torch::nn::Embedding(config.context, config.width));
   blocks = register_module("blocks", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.layers; ++i) blocks->push_back(Block(config));
   norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({config.width})));

@@ -53,8 +53,9 @@ int main(int argc, char** argv) {
     const auto tokens = torch::randint(256, {2, 64}, torch::kLong);
     const auto of_module =
         gradient(model->forward(tokens), model->named_parameters()["token_embedding.weight"]);
-    const auto of_script = gradient(script.forward({tokens}).toTensor(),
-                                    script.attr("token_embedding").toModule().attr("weight").toTensor());
+    const auto of_script =
+        gradient(script.forward({tokens}).toTensor(),
+                 script.attr("token_embedding").toModule().attr("weight").toTensor());
     result["torchscript_gradient"] =
         largest_difference(of_module, of_script) / of_module.abs().max().item<double>();
     std::cout << result.dump() << std::endl;

@@ -28,8 +28,8 @@ Text Text::read(const std::vector<std::string>& files, int64_t context) {
   }
   const size_t least = 20 * static_cast<size_t>(context + 1);
   if (all.size() < least) {
-    throw std::runtime_error("the text is too short: " + std::to_string(all.size()) +
-                             " bytes in " + std::to_string(files.size()) + " file(s), but at least " +
+    throw std::runtime_error("the text is too short: " + std::to_string(all.size()) + " bytes in " +
+                             std::to_string(files.size()) + " file(s), but at least " +
                              std::to_string(least) + " are needed");
   }
   // Blocks, so that both parts hold some of every file; in a short text each a tenth of it.

@@ -110,9 +110,9 @@ std::string sample(LanguageModel& model, const std::string& prompt, int64_t leng
       for (auto& layer : cache) layer->truncate(0);
       next = last(text, context / 2);
     }
-    const auto tokens = torch::from_blob(next.data(), {1, static_cast<int64_t>(next.size())},
-                                         torch::kUInt8)
-                            .to(torch::kLong);
+    const auto tokens =
+        torch::from_blob(next.data(), {1, static_cast<int64_t>(next.size())}, torch::kUInt8)
+            .to(torch::kLong);
     const auto logits = model->forward(tokens, &cache).select(1, -1);
     const auto token = torch::multinomial(torch::softmax(logits / temperature, -1), 1);
     next = std::string(1, static_cast<char>(token.item<int64_t>()));

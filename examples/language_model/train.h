@@ -12,7 +12,7 @@ struct TrainingOptions {
   std::string output = ".";  // directory of the checkpoint
   double minutes = 2.0;
   bool resume = false;  // from the checkpoint in `output`
-  int64_t batch = 4;  // small: in minutes on a CPU, steps count for more than their size
+  int64_t batch = 4;    // small: in minutes on a CPU, steps count for more than their size
   double learning_rate = 3e-3;
 };
 

@@ -72,9 +72,10 @@ QKV_API at::Tensor attention(const at::Tensor& query, const at::Tensor& key,
 ///
 /// \returns the output, and logsumexp (B.., Hq, M): natural log, float32 (float64 for float64),
 ///     -inf for rows that may attend to no key.
-QKV_API std::tuple<at::Tensor, at::Tensor> attention_with_lse(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const AttentionOptions& options = {});
+QKV_API std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query,
+                                                              const at::Tensor& key,
+                                                              const at::Tensor& value,
+                                                              const AttentionOptions& options = {});
 
 /// The attention weights, before dropout (options.dropout_p must be 0): this is the M x N matrix
 /// that attention() never builds.
@@ -84,7 +85,7 @@ QKV_API at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& 
                                      const AttentionOptions& options = {});
 
 /// Which kernel attention() would run on these arguments, and why. Computes nothing.
-QKV_API std::string explain(const at::Tensor& query, const at::Tensor& key,
-                            const at::Tensor& value, const AttentionOptions& options = {});
+QKV_API std::string explain(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const AttentionOptions& options = {});
 
 }  // namespace qkv

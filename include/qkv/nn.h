@@ -88,9 +88,11 @@ class QKV_API ScaledDotProductAttentionImpl
                      const at::Tensor& key_padding_mask = {});
 
   /// \returns the output and the weights (B.., H, M, N), before dropout
-  std::tuple<at::Tensor, at::Tensor> forward_with_weights(
-      const at::Tensor& query, const at::Tensor& key = {}, const at::Tensor& value = {},
-      const at::Tensor& attn_mask = {}, const at::Tensor& key_padding_mask = {});
+  std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& query,
+                                                          const at::Tensor& key = {},
+                                                          const at::Tensor& value = {},
+                                                          const at::Tensor& attn_mask = {},
+                                                          const at::Tensor& key_padding_mask = {});
 
   ScaledDotProductAttentionOptions options;
 
@@ -137,9 +139,9 @@ class QKV_API SelfAttentionImpl : public torch::nn::Cloneable<SelfAttentionImpl>
                      const at::Tensor& key_padding_mask = {});
 
   /// \returns the output and the weights (B.., T, T), before dropout
-  std::tuple<at::Tensor, at::Tensor> forward_with_weights(
-      const at::Tensor& input, const at::Tensor& attn_mask = {},
-      const at::Tensor& key_padding_mask = {});
+  std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& input,
+                                                          const at::Tensor& attn_mask = {},
+                                                          const at::Tensor& key_padding_mask = {});
 
   SelfAttentionOptions options;
   torch::nn::Linear w_q{nullptr}, w_k{nullptr}, w_v{nullptr};

@@ -69,8 +69,8 @@ inline std::string first_order(const Function& f, const std::vector<Tensor>& inp
           element.fill_(before);
           return value;
         };
-        columns.push_back(((value_at(options.step) - value_at(-options.step)) / (2 * options.step))
-                              .reshape(-1));
+        columns.push_back(
+            ((value_at(options.step) - value_at(-options.step)) / (2 * options.step)).reshape(-1));
       }
     }
     const Tensor numerical = torch::stack(columns, 1);
@@ -88,9 +88,8 @@ inline std::string second_order(const Function& f, const std::vector<Tensor>& in
                                 const Options& options = {}) {
   std::vector<Tensor> extended = inputs;
   for (const Tensor& output : f(inputs)) {
-    extended.push_back(torch::randn_like(output, torch::MemoryFormat::Contiguous)
-                           .detach()
-                           .requires_grad_());
+    extended.push_back(
+        torch::randn_like(output, torch::MemoryFormat::Contiguous).detach().requires_grad_());
   }
   const Function gradients = [&](const std::vector<Tensor>& all) {
     torch::AutoGradMode grad_mode(true);

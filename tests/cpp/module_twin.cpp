@@ -40,7 +40,8 @@ std::optional<T> optional(const json& spec, const char* name) {
 using Results = std::tuple<Tensor, Tensor>;
 
 template <class Module>
-void run(Module module, const json& spec, const std::function<Results(Module&, const Tensors&)>& f) {
+void run(Module module, const json& spec,
+         const std::function<Results(Module&, const Tensors&)>& f) {
   qkv::nn::load_state_dict(*module, spec["weights"]);
   const auto [output, weights] = f(module, read(spec["inputs"]));
   Tensors results;

@@ -15,8 +15,8 @@ using torch::Tensor;
 
 ::testing::AssertionResult near(const Tensor& actual, const Tensor& expected, double tolerance) {
   if (actual.sizes() != expected.sizes()) {
-    return ::testing::AssertionFailure() << "shape " << actual.sizes() << ", expected "
-                                         << expected.sizes();
+    return ::testing::AssertionFailure()
+           << "shape " << actual.sizes() << ", expected " << expected.sizes();
   }
   const Tensor finite = expected.isfinite();
   if (!torch::equal(actual.masked_select(~finite).to(torch::kDouble),
@@ -56,9 +56,8 @@ TEST_P(AttentionSamples, EqualsTheDefinitionInFloat32) {
   s.key = rounded(s.key);
   s.value = rounded(s.value);
   const auto expected = definition::attention(s);
-  const auto [out, lse] =
-      qkv::attention_with_lse(s.query.to(torch::kFloat), s.key.to(torch::kFloat),
-                              s.value.to(torch::kFloat), options);
+  const auto [out, lse] = qkv::attention_with_lse(
+      s.query.to(torch::kFloat), s.key.to(torch::kFloat), s.value.to(torch::kFloat), options);
   EXPECT_EQ(out.scalar_type(), torch::kFloat);
   EXPECT_TRUE(near(out, expected.out, 5e-6));
   EXPECT_TRUE(near(lse, expected.lse, 5e-6));

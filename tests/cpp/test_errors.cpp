@@ -58,19 +58,18 @@ TEST(Errors, Modules) {
       "qkv::nn::MultiheadAttention: embed_dim must be divisible by num_heads unless head_dim is "
       "given, but embed_dim=10 and num_heads=4",
       [] { MultiheadAttention(10, 4); });
-  expect_error<c10::ValueError>("num_kv_heads must divide num_heads, but num_heads=4 and "
-                                "num_kv_heads=3",
-                                [] {
-                                  MultiheadAttention(
-                                      MultiheadAttentionOptions(8, 4).num_kv_heads(3));
-                                });
+  expect_error<c10::ValueError>(
+      "num_kv_heads must divide num_heads, but num_heads=4 and "
+      "num_kv_heads=3",
+      [] { MultiheadAttention(MultiheadAttentionOptions(8, 4).num_kv_heads(3)); });
   expect_error<c10::ValueError>("qkv::nn::SelfAttention: d_in must be positive, but is 0",
                                 [] { SelfAttention(0, 4); });
   expect_error<c10::ValueError>("query must be (.., rows, embed_dim=8), but has shape [2, 3, 5, 4]",
                                 [] { MultiheadAttention(8, 2)->forward(kX); });
-  expect_error<c10::TypeError>("key_padding_mask must be bool (true = padding), but is float32", [] {
-    MultiheadAttention(4, 2)->forward(kX, {}, {}, {}, torch::zeros({2, 3, 5}));
-  });
+  expect_error<c10::TypeError>(
+      "key_padding_mask must be bool (true = padding), but is float32", [] {
+        MultiheadAttention(4, 2)->forward(kX, {}, {}, {}, torch::zeros({2, 3, 5}));
+      });
 }
 
 TEST(Errors, Cache) {

@@ -33,8 +33,8 @@ struct Problem {
     const auto leaf = [](const Tensor& x) { return x.detach().clone().requires_grad_(); };
     const Tensor q = leaf(query.index({batch})), k = leaf(key.index({batch})),
                  v = leaf(value.index({batch})), m = leaf(mask);
-    const auto options = qkv::AttentionOptions().enable_gqa(true).is_causal(true)
-                             .query_offset(1150).attn_mask(m);
+    const auto options =
+        qkv::AttentionOptions().enable_gqa(true).is_causal(true).query_offset(1150).attn_mask(m);
     const auto [out, lse] = qkv::attention_with_lse(q, k, v, options);
     Results r{torch::autograd::grad({out}, {q, k, v, m}, {grad.index({batch})})};
     r.tensors.push_back(out.detach());

@@ -199,11 +199,11 @@ class Kernels : public ::testing::TestWithParam<const char*> {
 TEST_P(Kernels, EqualLoopsInDouble) {
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
   const Shape shapes[] = {
-      {1, 1, 1, 1, 1, 1, all},          {2, 2, 5, 7, 3, 4, all},      {1, 1, 17, 33, 8, 8, causal},
-      {1, 1, 50, 300, 20, 17, all},     {2, 1, 100, 290, 16, 33, causal},
-      {6, 2, 40, 200, 31, 64, causal},  {4, 2, 60, 90, 24, 80, window},
-      {1, 1, 30, 20, 5, 5, outside},    {1, 1, 49, 97, 65, 63, causal},
-      {3, 1, 33, 129, 48, 1, window},
+      {1, 1, 1, 1, 1, 1, all},          {2, 2, 5, 7, 3, 4, all},
+      {1, 1, 17, 33, 8, 8, causal},     {1, 1, 50, 300, 20, 17, all},
+      {2, 1, 100, 290, 16, 33, causal}, {6, 2, 40, 200, 31, 64, causal},
+      {4, 2, 60, 90, 24, 80, window},   {1, 1, 30, 20, 5, 5, outside},
+      {1, 1, 49, 97, 65, 63, causal},   {3, 1, 33, 129, 48, 1, window},
   };
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {

@@ -46,8 +46,7 @@ TEST_F(Modules, ScaledDotProductAttention) {
   EXPECT_TRUE(torch::allclose(weights, q.matmul(k.transpose(-2, -1)).softmax(-1), 1e-5, 1e-6));
   EXPECT_TRUE(torch::allclose(out, weights.matmul(v), 1e-5, 1e-6));
   EXPECT_TRUE(torch::equal(module(q), module(q, q, q)));
-  EXPECT_EQ(printed(*module),
-            "qkv::nn::ScaledDotProductAttention(dropout=0, causal=false)");
+  EXPECT_EQ(printed(*module), "qkv::nn::ScaledDotProductAttention(dropout=0, causal=false)");
 }
 
 TEST_F(Modules, SelfAttention) {
@@ -55,25 +54,26 @@ TEST_F(Modules, SelfAttention) {
   EXPECT_EQ(parameter_names(*module),
             (std::vector<std::string>{"w_q.weight", "w_k.weight", "w_v.weight"}));
   const Tensor x = torch::randn({2, 5, 6});
-  const auto expected = plain_attention(module->w_q(x), module->w_k(x), module->w_v(x),
-                                        lower_triangle(5));
+  const auto expected =
+      plain_attention(module->w_q(x), module->w_k(x), module->w_v(x), lower_triangle(5));
   EXPECT_TRUE(torch::allclose(module(x), expected, 1e-5, 1e-6));
   EXPECT_TRUE(torch::allclose(module(x[1]), expected[1], 1e-5, 1e-6));  // (T, d_in)
   EXPECT_EQ(module(torch::randn({2, 3, 5, 6})).sizes(), (std::vector<int64_t>{2, 3, 5, 3}));
   const auto [out, weights] = module->forward_with_weights(x);
   EXPECT_EQ(weights.sizes(), (std::vector<int64_t>{2, 5, 5}));
   EXPECT_TRUE(torch::allclose(weights.sum(-1), torch::ones({2, 5})));
-  EXPECT_EQ(printed(*module), "qkv::nn::SelfAttention(d_in=6, d_out=4, d_v=3, bias=false, "
-                              "causal=true, dropout=0)");
+  EXPECT_EQ(printed(*module),
+            "qkv::nn::SelfAttention(d_in=6, d_out=4, d_v=3, bias=false, "
+            "causal=true, dropout=0)");
 }
 
 TEST_F(Modules, SelfAttentionMasksOfEachSample) {
   SelfAttention module(6, 4);
   const Tensor x = torch::randn({2, 5, 6});
   const Tensor mask = (torch::rand({2, 5, 5}) < 0.6).logical_or(torch::eye(5).to(torch::kBool));
-  EXPECT_TRUE(torch::allclose(
-      module(x, mask), plain_attention(module->w_q(x), module->w_k(x), module->w_v(x), mask), 1e-5,
-      1e-6));
+  EXPECT_TRUE(torch::allclose(module(x, mask),
+                              plain_attention(module->w_q(x), module->w_k(x), module->w_v(x), mask),
+                              1e-5, 1e-6));
 }
 
 TEST_F(Modules, MultiheadAttention) {
@@ -94,8 +94,9 @@ TEST_F(Modules, MultiheadAttention) {
   EXPECT_EQ(weights.sizes(), (std::vector<int64_t>{2, 3, 5, 5}));
   const auto mean = std::get<1>(module->forward_with_weights(x, {}, {}, {}, {}, {}, true));
   EXPECT_TRUE(torch::allclose(mean, weights.mean(1)));
-  EXPECT_EQ(printed(*module), "qkv::nn::MultiheadAttention(embed_dim=12, num_heads=3, bias=true, "
-                              "dropout=0, causal=true)");
+  EXPECT_EQ(printed(*module),
+            "qkv::nn::MultiheadAttention(embed_dim=12, num_heads=3, bias=true, "
+            "dropout=0, causal=true)");
 }
 
 TEST_F(Modules, CrossAttentionIsDecidedByWhatIsGiven) {
@@ -108,14 +109,19 @@ TEST_F(Modules, CrossAttentionIsDecidedByWhatIsGiven) {
 }
 
 TEST_F(Modules, WidthsOfKeyAndValueAndHeads) {
-  MultiheadAttention module(MultiheadAttentionOptions(12, 4).kdim(5).vdim(7).num_kv_heads(2)
-                                .head_dim(6).bias(false).window(2, 1));
+  MultiheadAttention module(MultiheadAttentionOptions(12, 4)
+                                .kdim(5)
+                                .vdim(7)
+                                .num_kv_heads(2)
+                                .head_dim(6)
+                                .bias(false)
+                                .window(2, 1));
   EXPECT_EQ(module->w_q->weight.sizes(), (std::vector<int64_t>{24, 12}));
   EXPECT_EQ(module->w_k->weight.sizes(), (std::vector<int64_t>{12, 5}));
   EXPECT_EQ(module->w_v->weight.sizes(), (std::vector<int64_t>{12, 7}));
   EXPECT_EQ(module->w_o->weight.sizes(), (std::vector<int64_t>{12, 24}));
-  const Tensor out = module(torch::randn({2, 3, 12}), torch::randn({2, 9, 5}),
-                            torch::randn({2, 9, 7}));
+  const Tensor out =
+      module(torch::randn({2, 3, 12}), torch::randn({2, 9, 5}), torch::randn({2, 9, 7}));
   EXPECT_EQ(out.sizes(), (std::vector<int64_t>{2, 3, 12}));
   EXPECT_EQ(printed(*module),
             "qkv::nn::MultiheadAttention(embed_dim=12, num_heads=4, kdim=5, vdim=7, "
@@ -149,8 +155,8 @@ TEST_F(Modules, CacheGivesTheSameAsTheWholeSequence) {
   }
   EXPECT_TRUE(torch::allclose(torch::cat(parts, 1), module(x), 1e-5, 1e-6));
   cache->truncate(4);
-  EXPECT_TRUE(torch::allclose(
-      module->forward(x.slice(1, 4, 5), {}, {}, {}, {}, cache), parts[1], 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(module->forward(x.slice(1, 4, 5), {}, {}, {}, {}, cache), parts[1],
+                              1e-5, 1e-6));
 }
 
 TEST_F(Modules, DropoutInTrainingOnly) {
@@ -228,7 +234,8 @@ TEST_F(Modules, StateDicts) {
 }
 
 TEST_F(Modules, InSequential) {
-  torch::nn::Sequential model(SelfAttention(6, 6), torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})),
+  torch::nn::Sequential model(SelfAttention(6, 6),
+                              torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})),
                               MultiheadAttention(6, 2), ScaledDotProductAttention());
   EXPECT_EQ(model->forward(torch::randn({2, 5, 6})).sizes(), (std::vector<int64_t>{2, 5, 6}));
 }
@@ -239,8 +246,8 @@ TEST_F(Modules, Trains) {
   MultiheadAttention attention(MultiheadAttentionOptions(32, 4).causal(true));
   torch::nn::Linear head(32, 8);
   std::vector<Tensor> parameters;
-  for (const auto& list : {embedding->parameters(), position->parameters(),
-                           attention->parameters(), head->parameters()}) {
+  for (const auto& list : {embedding->parameters(), position->parameters(), attention->parameters(),
+                           head->parameters()}) {
     parameters.insert(parameters.end(), list.begin(), list.end());
   }
   torch::optim::Adam optimizer(parameters, torch::optim::AdamOptions(1e-2));
@@ -249,8 +256,8 @@ TEST_F(Modules, Trains) {
     const Tensor tokens = torch::randint(8, {16, 12});
     const Tensor x = embedding(tokens) + position(torch::arange(12));
     const Tensor logits = head(attention(x)).slice(1, 2);
-    const Tensor loss = torch::cross_entropy_loss(logits.reshape({-1, 8}),
-                                                  tokens.slice(1, 0, 10).reshape(-1));
+    const Tensor loss =
+        torch::cross_entropy_loss(logits.reshape({-1, 8}), tokens.slice(1, 0, 10).reshape(-1));
     optimizer.zero_grad();
     loss.backward();
     optimizer.step();

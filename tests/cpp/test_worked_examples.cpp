@@ -29,9 +29,9 @@ TEST(WorkedExamples, TheCatSatOnTheMat) {
   for (const bool causal : {false, true}) {
     const json& e = all[causal ? "cat_sat_on_the_mat_causal" : "cat_sat_on_the_mat"];
     const Tensor x = matrix(e["embeddings"]);
-    const auto options =
-        qkv::AttentionOptions().scale(e["scale"].get<double>()).is_causal(causal);
-    EXPECT_TRUE(torch::allclose(qkv::attention_weights(x, x, options), matrix(e["weights"]), 0, 1e-12));
+    const auto options = qkv::AttentionOptions().scale(e["scale"].get<double>()).is_causal(causal);
+    EXPECT_TRUE(
+        torch::allclose(qkv::attention_weights(x, x, options), matrix(e["weights"]), 0, 1e-12));
     EXPECT_TRUE(torch::allclose(qkv::attention(x, x, x, options), matrix(e["output"]), 0, 1e-12));
   }
 }

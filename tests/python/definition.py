@@ -94,7 +94,11 @@ def attention(
     def per_batch(x: Optional[Tensor], *inner: int) -> Optional[Tensor]:
         return None if x is None else x.expand(*batch, *inner).reshape(math.prod(batch), *inner)
 
-    q, k, v = per_batch(q, heads, m, d), per_batch(k, kv_heads, n, d), per_batch(v, kv_heads, n, v.shape[-1])
+    q, k, v = (
+        per_batch(q, heads, m, d),
+        per_batch(k, kv_heads, n, d),
+        per_batch(v, kv_heads, n, v.shape[-1]),
+    )
     masks, key_masks = per_batch(attn_mask, heads, m, n), per_batch(key_mask, n)
     slopes, sinks = per_batch(alibi_slopes, heads), per_batch(sinks, heads)
 

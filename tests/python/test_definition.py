@@ -19,7 +19,11 @@ def assert_near(name, actual, expected, tolerance):
     assert torch.equal(actual[~finite], expected[~finite]), name
     scale = max(1.0, *expected[finite].abs().flatten().tolist(), 0.0) if finite.any() else 1.0
     torch.testing.assert_close(
-        actual[finite], expected[finite], rtol=0, atol=tolerance * scale, msg=lambda m: f"{name}: {m}"
+        actual[finite],
+        expected[finite],
+        rtol=0,
+        atol=tolerance * scale,
+        msg=lambda m: f"{name}: {m}",
     )
 
 

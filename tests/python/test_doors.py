@@ -48,7 +48,9 @@ def test_opcheck_internal(entry):
 
 def internal_operands(sample):
     """As checked_call in C++ makes them, for samples without unfused options."""
-    q, k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in (sample.query, sample.key, sample.value))
+    q, k, v = (
+        x.unsqueeze(0) if x.dim() == 2 else x for x in (sample.query, sample.key, sample.value)
+    )
     batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     kv_heads = k.shape[-3]
     heads = kv_heads if q.shape[-3] == 1 else q.shape[-3]
@@ -93,7 +95,7 @@ def test_compile(backend):
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e)
     inputs = (q, k, v, mask)
-    total = lambda results: sum(x.sum() for x in results)  # noqa: E731
+    total = lambda results: sum(x.sum() for x in results)
     for a, e in zip(
         torch.autograd.grad(total(actual), inputs),
         torch.autograd.grad(total(expected), inputs),
@@ -106,7 +108,10 @@ def test_compile_with_dynamic_lengths():
     torch._dynamo.reset()
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     f = torch.compile(
-        lambda q, k: OPS.attention(q, k, k, is_causal=True), backend=count, fullgraph=True, dynamic=True
+        lambda q, k: OPS.attention(q, k, k, is_causal=True),
+        backend=count,
+        fullgraph=True,
+        dynamic=True,
     )
     for m, n in ((5, 9), (7, 9), (8, 30), (30, 8)):
         q, k = normal(2, 3, m, 4), normal(2, 3, n, 4)
@@ -186,17 +191,19 @@ class TestFunc:
     def test_jvp(self):
         inputs, tangents = self.inputs(), self.inputs()
         _, directional = jvp(self.attend, inputs, tangents)
-        expected = sum((g * t).sum() for g, t in zip(grad(self.attend, (0, 1, 2))(*inputs), tangents))
+        expected = sum(
+            (g * t).sum() for g, t in zip(grad(self.attend, (0, 1, 2))(*inputs), tangents)
+        )
         torch.testing.assert_close(directional, expected)
 
     def test_jacobians(self):
         q, k, v = self.inputs()
-        f = lambda q: qkv.attention(q, k, v, window=(2, 1))  # noqa: E731
+        f = lambda q: qkv.attention(q, k, v, window=(2, 1))
         torch.testing.assert_close(jacfwd(f)(q), jacrev(f)(q))
 
     def test_hessian(self):
         q, k, v = self.inputs()
-        f = lambda q: self.attend(q, k, v)  # noqa: E731
+        f = lambda q: self.attend(q, k, v)
         expected = torch.autograd.functional.hessian(f, q)
         torch.testing.assert_close(hessian(f)(q), expected)
         torch.testing.assert_close(jacrev(jacrev(f))(q), expected)
@@ -244,7 +251,7 @@ def test_vmap(in_dims):
 @pytest.mark.usefixtures("vmap_must_not_loop")
 def test_vmap_twice_and_over_gradients_of_a_shared_mask():
     q, mask = normal(3, 2, 2, 5, 4), normal(5, 5)
-    f = lambda q, mask: qkv.attention(q, q, q, mask).sin().sum()  # noqa: E731
+    f = lambda q, mask: qkv.attention(q, q, q, mask).sin().sum()
     mapped = vmap(vmap(grad(f, 1), (0, None)), (0, None))(q, mask)
     for i in range(3):
         for j in range(2):
@@ -254,7 +261,7 @@ def test_vmap_twice_and_over_gradients_of_a_shared_mask():
 @pytest.mark.usefixtures("vmap_must_not_loop")
 def test_vmap_randomness():
     q = normal(1, 2, 16, 4, dtype=torch.float32).expand(3, 2, 16, 4)
-    f = lambda q: qkv.attention(q, q, q, dropout_p=0.5)  # noqa: E731
+    f = lambda q: qkv.attention(q, q, q, dropout_p=0.5)
     different = vmap(f, randomness="different")(q)
     assert not torch.equal(different[0], different[1])
     same = vmap(f, randomness="same")(q)
@@ -263,7 +270,9 @@ def test_vmap_randomness():
         vmap(f)(q)
 
 
-@pytest.mark.parametrize("dtypes", [("f32", "f32", "f32"), ("bf16", "f32", "f32"), ("f32", "bf16", "f32")])
+@pytest.mark.parametrize(
+    "dtypes", [("f32", "f32", "f32"), ("bf16", "f32", "f32"), ("f32", "bf16", "f32")]
+)
 def test_autocast(dtypes):
     types = {"f32": torch.float32, "bf16": torch.bfloat16}
     q, k, v = (normal(2, 3, 5, 4).to(types[t]) for t in dtypes)
@@ -332,7 +341,7 @@ def test_inference_mode_and_deepcopy():
 
 def test_checkpoint_repeats_dropout():
     q = normal(1, 2, 8, 4, requires_grad=True)
-    f = lambda q: qkv.attention(q, q, q, dropout_p=0.5).sin().sum()  # noqa: E731
+    f = lambda q: qkv.attention(q, q, q, dropout_p=0.5).sin().sum()
     torch.manual_seed(5)
     (plain,) = torch.autograd.grad(f(q), q)
     torch.manual_seed(5)

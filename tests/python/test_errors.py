@@ -90,7 +90,9 @@ def test_too_many_different_batch_dimensions():
     # 10 dimensions of size 2, of which the key is expanded in every other one.
     q = torch.randn(*[2] * 10, 1, 2, 4)
     k = torch.randn(*[1, 2] * 5, 1, 3, 4)
-    with pytest.raises(ValueError, match="step in 10 different ways, but the kernels handle at most 8"):
+    with pytest.raises(
+        ValueError, match="step in 10 different ways, but the kernels handle at most 8"
+    ):
         qkv.attention(q, k, k)
     torch.testing.assert_close(
         qkv.attention(q, k.expand(*[2] * 10, 1, 3, 4).contiguous(), k.expand(*[2] * 10, 1, 3, 4).contiguous()),
@@ -101,10 +103,19 @@ def test_too_many_different_batch_dimensions():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda nn: nn.MultiheadAttention(10, 4), "embed_dim must be divisible by num_heads unless head_dim"),
-        (lambda nn: nn.MultiheadAttention(8, 4, num_kv_heads=3), "num_kv_heads must divide num_heads"),
+        (
+            lambda nn: nn.MultiheadAttention(10, 4),
+            "embed_dim must be divisible by num_heads unless head_dim",
+        ),
+        (
+            lambda nn: nn.MultiheadAttention(8, 4, num_kv_heads=3),
+            "num_kv_heads must divide num_heads",
+        ),
         (lambda nn: nn.MultiheadAttention(8, 0), "num_heads must be positive, but is 0"),
-        (lambda nn: nn.MultiheadAttention(8, 2, window=(1, 2, 3)), r"window must be \(left, right\)"),
+        (
+            lambda nn: nn.MultiheadAttention(8, 2, window=(1, 2, 3)),
+            r"window must be \(left, right\)",
+        ),
         (lambda nn: nn.SelfAttention(0, 4), "d_in must be positive, but is 0"),
         (lambda nn: nn.ScaledDotProductAttention(dropout=2.0), "dropout must be between 0 and 1"),
         (lambda nn: nn.KVCache(0), "max_length must be positive, but is 0"),

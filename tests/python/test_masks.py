@@ -161,7 +161,10 @@ def test_masks_compose(dtype):
     intersection = keep & key_mask[:, None, None, :] & band
     as_bool = qkv.attention(query, key, value, intersection)
     as_float = qkv.attention(
-        query, key, value, torch.zeros_like(intersection, dtype=dtype).masked_fill(~intersection, -INF)
+        query,
+        key,
+        value,
+        torch.zeros_like(intersection, dtype=dtype).masked_fill(~intersection, -INF),
     )
     torch.testing.assert_close(together, as_bool)
     torch.testing.assert_close(together, as_float)

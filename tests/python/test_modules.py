@@ -148,7 +148,9 @@ def test_initialised_as_torch_multihead_attention():
     for options in ({}, {"kdim": 96, "vdim": 32}):
         ours, theirs = qkv.nn.MultiheadAttention(64, 4, **options), None
         theirs = qkv.nn.MultiheadAttention.from_torch(torch.nn.MultiheadAttention(64, 4, **options))
-        for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        for (name, a), (_, b) in zip(
+            ours.named_parameters(), theirs.named_parameters(), strict=True
+        ):
             torch.testing.assert_close(a.abs().max(), b.abs().max(), rtol=0.02, atol=0)
             torch.testing.assert_close(a.std(), b.std(), rtol=0.06, atol=0, msg=name)
 
@@ -178,9 +180,7 @@ def test_cache(scripted):
         cache.truncate(4)
         torch.testing.assert_close(attend(x[:, 4:5], cache=cache), parts[1])
         again = copy.deepcopy(cache)
-        torch.testing.assert_close(
-            attend(x[:, 5:9], cache=again), attend(x[:, 5:9], cache=cache)
-        )
+        torch.testing.assert_close(attend(x[:, 5:9], cache=again), attend(x[:, 5:9], cache=cache))
 
 
 def test_cache_with_padding():

@@ -24,9 +24,9 @@ def test_kernels_include_no_torch():
     for path in (ROOT / "csrc" / "kernels").rglob("*.*"):
         for line in path.read_text().splitlines():
             if line.startswith("#include"):
-                assert re.match(
-                    r'#include ("kernels/|<(stdint|string|immintrin)\.h>)', line
-                ), f"{path}: {line}"
+                assert re.match(r'#include ("kernels/|<(stdint|string|immintrin)\.h>)', line), (
+                    f"{path}: {line}"
+                )
 
 
 def test_instruction_sets_share_no_code():
@@ -36,7 +36,9 @@ def test_instruction_sets_share_no_code():
     assert len(objects) == (3 if platform.machine() == "x86_64" else 1)
     for path in objects:
         isa = re.search(r"isa_(\w+)\.cpp", path.name).group(1)
-        symbols = subprocess.run(["nm", "-C", "--defined-only", path], capture_output=True, text=True)
+        symbols = subprocess.run(
+            ["nm", "-C", "--defined-only", path], capture_output=True, text=True
+        )
         for line in symbols.stdout.splitlines():
             _, kind, name = line.split(maxsplit=2)
             if kind in "tT" or kind == "r":  # local to the file
@@ -47,7 +49,9 @@ def test_instruction_sets_share_no_code():
 def test_library_knows_no_python():
     linked = subprocess.run(["ldd", qkv.library_path], capture_output=True, text=True).stdout
     assert "libpython" not in linked and "libtorch_cpu" in linked
-    symbols = subprocess.run(["nm", "-D", "--defined-only", qkv.library_path], capture_output=True, text=True)
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", qkv.library_path], capture_output=True, text=True
+    )
     assert "PyInit" not in symbols.stdout
 
 
@@ -72,7 +76,9 @@ for a, e in zip(*(torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, e
 
 
 def test_unknown_isa():
-    done = python("import torch, qkv; q = torch.ones(2, 2); qkv.attention(q, q, q)", QKV_CPU_ISA="mmx")
+    done = python(
+        "import torch, qkv; q = torch.ones(2, 2); qkv.attention(q, q, q)", QKV_CPU_ISA="mmx"
+    )
     assert "ValueError: qkv: QKV_CPU_ISA=mmx is not one of avx512, avx2, generic" in done.stderr
 
 
@@ -91,11 +97,16 @@ for _ in range(3):
     assert "because softcap has no fused kernel" in done.stderr
     assert "because dtype bfloat16 has no fused kernel" in done.stderr
     strict = python(program, QKV_STRICT="1")
-    assert "RuntimeError: qkv::attention: QKV_STRICT is set and this would run unfused: softcap" in strict.stderr
+    assert (
+        "RuntimeError: qkv::attention: QKV_STRICT is set and this would run unfused: softcap"
+        in strict.stderr
+    )
 
 
 def test_verbose():
-    program = "import torch, qkv; q = torch.ones(1, 2, 3, 4); qkv.attention(q, q, q, is_causal=True)"
+    program = (
+        "import torch, qkv; q = torch.ones(1, 2, 3, 4); qkv.attention(q, q, q, is_causal=True)"
+    )
     assert python(program).stderr == ""
     said = python(program, QKV_VERBOSE="1").stderr
     assert "qkv::attention\n  forward, backward  fused cpu float32" in said

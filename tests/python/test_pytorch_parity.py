@@ -40,7 +40,9 @@ def compare(query, key, value, **kwargs):
     torch.testing.assert_close(ours, theirs)
     grad = torch.randn_like(theirs)
     for a, b in zip(
-        torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad), strict=True
+        torch.autograd.grad(ours, leaves, grad),
+        torch.autograd.grad(theirs, leaves, grad),
+        strict=True,
     ):
         torch.testing.assert_close(a, b)
 
@@ -57,10 +59,14 @@ def test_shapes_and_options(case, dtype):
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask, kind):
     torch.manual_seed(0)
-    query, key, value = (torch.randn(s).double() for s in ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4)))
+    query, key, value = (
+        torch.randn(s).double() for s in ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4))
+    )
     keep = torch.rand(MASKS[mask]) < 0.7
     keep[..., 0] = True
-    compare(query, key, value, attn_mask=keep if kind == "bool" else torch.randn(keep.shape).double())
+    compare(
+        query, key, value, attn_mask=keep if kind == "bool" else torch.randn(keep.shape).double()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])

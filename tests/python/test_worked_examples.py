@@ -22,7 +22,10 @@ def test_every_example_is_used():
 
 
 def test_heat_maps():
-    for figure, panels in ((worked_examples.cat_heat_map(), 2), (worked_examples.train_heat_map(), 1)):
+    for figure, panels in (
+        (worked_examples.cat_heat_map(), 2),
+        (worked_examples.train_heat_map(), 1),
+    ):
         axes = [a for a in figure.axes if a.get_xlabel()]
         assert len(axes) == panels
         assert [t.get_text() for t in axes[0].get_yticklabels()][0] == "the"

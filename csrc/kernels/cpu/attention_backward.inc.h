@@ -133,8 +133,8 @@ inline void attention_backward(const BackwardParams<T>& params, int64_t first_he
                           all_finite(grad_out_rows, value_width, kRows, value_width));
 
     for (int64_t n = range.begin; n < range.end; n += kBackwardBlockKeys) {
-      const int block = range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n)
-                                                           : kBackwardBlockKeys;
+      const int block =
+          range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
       const TileState state = work.load_block(n, block);
       if (state == TileState::kEmpty) continue;
       const bool partial = state == TileState::kPartial;
@@ -158,9 +158,8 @@ inline void attention_backward(const BackwardParams<T>& params, int64_t first_he
       if (!need_query) continue;
       const T* block_keys = tile.keys_of_head(p.key) + n * p.key.row_stride;
       if (partial && !all_finite(block_keys, p.key.row_stride, block, p.head_dim)) {
-        multiply_add_kept_keys<T, kBackwardVectors>(block, p.head_dim, block_keys,
-                                                    p.key.row_stride, work.ds_tile,
-                                                    work.mask.bits, grad_query_t);
+        multiply_add_kept_keys<T, kBackwardVectors>(block, p.head_dim, block_keys, p.key.row_stride,
+                                                    work.ds_tile, work.mask.bits, grad_query_t);
       } else {
         for (int half = 0; half < kRows; half += kHalf) {
           multiply_add<T, kBackwardVectors / 2>(p.head_dim, block, block_keys, UnitStride{},

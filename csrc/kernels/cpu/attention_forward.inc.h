@@ -16,11 +16,11 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-constexpr int kForwardVectors = 3;   // of rows in a tile
+constexpr int kForwardVectors = 3;  // of rows in a tile
 constexpr int kForwardBlockKeys = 128;
 
 template <class T>
-constexpr int kForwardRows = kForwardVectors * Simd<T>::kWidth;
+constexpr int kForwardRows = kForwardVectors* Simd<T>::kWidth;
 
 template <class T>
 inline int64_t forward_tiles_per_head(const Problem<T>& problem) {
@@ -37,8 +37,7 @@ inline int64_t forward_units(const ForwardParams<T>& params) {
 template <class T>
 inline int64_t forward_scratch_bytes(const ForwardParams<T>& params) {
   const Problem<T>& p = params.problem;
-  const int64_t numbers =
-      (p.head_dim + p.value_dim + 2 * kForwardBlockKeys) * kForwardRows<T>;
+  const int64_t numbers = (p.head_dim + p.value_dim + 2 * kForwardBlockKeys) * kForwardRows<T>;
   return numbers * static_cast<int64_t>(sizeof(T)) + kForwardBlockKeys / 8 * kForwardRows<T>;
 }
 
@@ -51,8 +50,7 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
   constexpr int kRows = kVectors * S::kWidth;
   const Problem<T>& p = params.problem;
   const int64_t group = p.query_heads / p.kv_heads;
-  const auto tile =
-      RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, first_row);
+  const auto tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, first_row);
 
   T* query_t = scratch;
   T* out_t = query_t + p.head_dim * kRows;
@@ -69,8 +67,8 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
   const T* values = tile.keys_of_head(p.value);
   const KeyRange range = keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
   for (int64_t n = range.begin; n < range.end; n += kForwardBlockKeys) {
-    const int block = range.end - n < kForwardBlockKeys ? static_cast<int>(range.end - n)
-                                                        : kForwardBlockKeys;
+    const int block =
+        range.end - n < kForwardBlockKeys ? static_cast<int>(range.end - n) : kForwardBlockKeys;
     const TileState state = mask.load(p, tile, n, block);
     if (state == TileState::kEmpty) continue;
 
@@ -117,8 +115,8 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
       multiply_add_kept_keys<T, kVectors>(block, p.value_dim, block_values, p.value.row_stride,
                                           scores, mask.bits, out_t);
     } else {
-      multiply_add<T, kVectors>(p.value_dim, block, block_values, UnitStride{},
-                                p.value.row_stride, scores, kRows, out_t, kRows);
+      multiply_add<T, kVectors>(p.value_dim, block, block_values, UnitStride{}, p.value.row_stride,
+                                scores, kRows, out_t, kRows);
     }
   }
 

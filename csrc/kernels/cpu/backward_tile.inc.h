@@ -18,7 +18,7 @@ constexpr int kBackwardVectors = 6;  // of rows in a tile, as two halves of 3
 constexpr int kBackwardBlockKeys = 96;
 
 template <class T>
-constexpr int kBackwardRows = kBackwardVectors * Simd<T>::kWidth;
+constexpr int kBackwardRows = kBackwardVectors* Simd<T>::kWidth;
 
 template <class T>
 constexpr int64_t round_up_to_vector(int64_t x) {
@@ -107,8 +107,8 @@ struct BackwardTile {
  private:
   static void product(int keys, int64_t depth, const T* a, int64_t a_row, const T* b, T* c) {
     multiply<T, kBackwardVectors / 2>(
-        keys, depth, a, a_row, UnitStride{}, b, kRows,
-        [=](int64_t k, int v, typename S::Number x) __attribute__((always_inline)) {
+        keys, depth, a, a_row, UnitStride{}, b,
+        kRows, [=](int64_t k, int v, typename S::Number x) __attribute__((always_inline)) {
           S::store(c + k * kRows + v * S::kWidth, x);
         });
   }

@@ -21,8 +21,7 @@ struct CpuKernels {
   int64_t (*backward_scratch_bytes)(const BackwardParams<T>&);
   int64_t (*partial_grad_query_size)(const BackwardParams<T>&);
   void (*backward)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
-  void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit,
-                         void* scratch);
+  void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 
   int64_t (*mask_gradient_units)(const MaskGradientParams<T>&);
   int64_t (*mask_gradient_scratch_bytes)(const MaskGradientParams<T>&);

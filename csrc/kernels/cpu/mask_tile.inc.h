@@ -48,8 +48,9 @@ struct MaskTile {
   TileState load(const Problem<T>& problem, const RowTile<kRows>& tile, int64_t first_key,
                  int keys) {
     const KeyRange block{first_key, first_key + keys};
-    const bool band_is_full = keys_of_all(problem.band, tile.first_query(), tile.last_query(),
-                                          problem.keys).contains(block);
+    const bool band_is_full =
+        keys_of_all(problem.band, tile.first_query(), tile.last_query(), problem.keys)
+            .contains(block);
     const bool has_mask = problem.attn_mask.type != MaskType::kNone;
     if (band_is_full && !has_mask && problem.key_mask.data == nullptr) return TileState::kFull;
 
@@ -104,8 +105,7 @@ struct MaskTile {
   }
 
   template <class M>
-  static const M* mask_row(const Mask& mask, const RowTile<kRows>& tile, int r,
-                           int64_t first_key) {
+  static const M* mask_row(const Mask& mask, const RowTile<kRows>& tile, int r, int64_t first_key) {
     return static_cast<const M*>(mask.data) + tile.batch.offset(mask.batch_stride) +
            tile.head[r] * mask.head_stride + tile.query[r] * mask.row_stride +
            first_key * mask.column_stride;
@@ -152,16 +152,16 @@ struct MaskTile {
         any |= bytes[r] & inside;
       }
     }
-    return any == 0 ? TileState::kEmpty : (all & 0xff) == 0xff ? TileState::kFull
-                                                               : TileState::kPartial;
+    return any == 0               ? TileState::kEmpty
+           : (all & 0xff) == 0xff ? TileState::kFull
+                                  : TileState::kPartial;
   }
 };
 
 /// scores[k][r] += bias, then -inf where the pair is not kept; block_max takes the new maxima.
 template <class T, int kVectors>
 inline void apply_mask(const MaskTile<T, kVectors * Simd<T>::kWidth>& mask, bool has_bias,
-                       TileState state, int keys, T* scores,
-                       typename Simd<T>::Number* block_max) {
+                       TileState state, int keys, T* scores, typename Simd<T>::Number* block_max) {
   using S = Simd<T>;
   constexpr int kRows = kVectors * S::kWidth;
   const auto dropped = S::set(-static_cast<T>(__builtin_inff()));

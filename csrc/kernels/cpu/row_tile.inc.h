@@ -49,8 +49,8 @@ struct RowTile {
 
   /// Packed rows first_row .. of the query heads first_head .. first_head + group.
   template <class T>
-  static RowTile make(const Problem<T>& problem, int64_t batch, int64_t kv_head,
-                      int64_t first_head, int64_t group, int64_t first_row) {
+  static RowTile make(const Problem<T>& problem, int64_t batch, int64_t kv_head, int64_t first_head,
+                      int64_t group, int64_t first_row) {
     RowTile tile;
     tile.batch = batch_index(problem, batch);
     tile.batch_number = batch;

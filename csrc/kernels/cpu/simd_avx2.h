@@ -18,7 +18,7 @@ struct Simd<float> {
   using Mask = __m256;
   static constexpr int kWidth = 8;
   static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
-  static constexpr int kOuterVectors = 3;  // and the shape for long rows of C
+  static constexpr int kOuterVectors = 3;   // and the shape for long rows of C
   static constexpr int kOuterRows = 4;
   static constexpr float kExpZero = -88.1f;  // exp(x) is exactly 0 from here down
 
@@ -44,7 +44,8 @@ struct Simd<float> {
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return _mm256_blendv_ps(b, a, m); }
   static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
     const __m256i selected = _mm256_set1_epi32(1 << bit);
-    const __m256i b = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+    const __m256i b =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
     return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(b, selected), selected));
   }
 };

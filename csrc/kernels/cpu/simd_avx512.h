@@ -19,7 +19,7 @@ struct Simd<float> {
   using Mask = __mmask16;
   static constexpr int kWidth = 16;
   static constexpr int kBroadcastRows = 8;  // 8 x 3 accumulators, 3 operands: 27 of 32 registers
-  static constexpr int kOuterVectors = 4;  // and the shape for long rows of C
+  static constexpr int kOuterVectors = 4;   // and the shape for long rows of C
   static constexpr int kOuterRows = 6;
   static constexpr float kExpZero = -106.0f;  // exp(x) is exactly 0 from here down
 
@@ -33,7 +33,9 @@ struct Simd<float> {
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_ps(a, b); }
   static QKV_INLINE Number round(Number x) { return _mm512_roundscale_ps(x, 0); }
   /// x · 2^n for integral n, underflowing to denormals and to 0.
-  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) { return _mm512_scalef_ps(x, n); }
+  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
+    return _mm512_scalef_ps(x, n);
+  }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   static QKV_INLINE bool any_greater(Number a, Number b) {
     return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0;
@@ -66,7 +68,9 @@ struct Simd<double> {
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm512_max_pd(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_pd(a, b); }
   static QKV_INLINE Number round(Number x) { return _mm512_roundscale_pd(x, 0); }
-  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) { return _mm512_scalef_pd(x, n); }
+  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
+    return _mm512_scalef_pd(x, n);
+  }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
   static QKV_INLINE bool any_greater(Number a, Number b) {
     return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ) != 0;

@@ -57,7 +57,8 @@ struct SimdOf {
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return m ? a : b; }
   static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
     Mask m{};
-    for (int lane = 0; lane < kWidth; ++lane) m[lane] = -static_cast<Integer>(bytes[lane] >> bit & 1);
+    for (int lane = 0; lane < kWidth; ++lane)
+      m[lane] = -static_cast<Integer>(bytes[lane] >> bit & 1);
     return m;
   }
 
