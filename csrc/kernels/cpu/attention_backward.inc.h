@@ -1,5 +1,8 @@
 #pragma once
 
+#include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/non_finite.inc.h"
+
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2), five products a tile:
 //
 //     S = scale · K Qᵀ    dP = V dOᵀ    (P and dS: backward_tile.inc.h)

@@ -1,5 +1,13 @@
 #pragma once
 
+#include "kernels/band.h"
+#include "kernels/cpu/mask_tile.inc.h"
+#include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/non_finite.inc.h"
+#include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
+#include "kernels/online_softmax.h"
+
 // Forward attention for one tile of query rows (FlashAttention-2, arXiv:2307.08691, algorithm 1).
 //
 //     out = softmax(scale · Q Kᵀ + mask) V         lse = log of the sum that the softmax divides by

@@ -1,5 +1,11 @@
 #pragma once
 
+#include "kernels/band.h"
+#include "kernels/cpu/mask_tile.inc.h"
+#include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
+
 // P and dS of one tile of rows and one block of keys, recomputed from lse: the common part of the
 // backward kernel and of the mask's gradient.
 //

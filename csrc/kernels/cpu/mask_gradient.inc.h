@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kernels/cpu/backward_tile.inc.h"
+
 // The gradient of an additive mask is dS itself, summed over the dimensions in which the mask is
 // broadcast. This second pass over the scores (two products more) owns elements of the gradient
 // rather than keys, so that it needs no memory but the gradient, whatever is broadcast:

@@ -1,5 +1,8 @@
 #pragma once
 
+#include "kernels/band.h"
+#include "kernels/cpu/row_tile.inc.h"
+
 // Which pairs (query row, key) of a tile are kept, and what the additive mask puts on them.
 //
 // Band, bool mask, float mask (-inf drops a pair) and key mask all end in one bit a pair:

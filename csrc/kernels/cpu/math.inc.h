@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kernels/params.h"
+
 // The mathematics of a softmax on vectors, and the Math of OnlineSoftmax.
 
 namespace qkv::kernels::QKV_ISA {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kernels/params.h"
+
 // What is masked out cannot matter, even if it is NaN or inf: but 0 · NaN is NaN, so a matrix
 // product over a tile with masked pairs would let it through. Tiles that are partly masked look at
 // their operands first, and those with something non-finite in them take the products below, which

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kernels/params.h"
+
 // A tile is a few query rows that share one key/value head. With grouped queries (G query heads a
 // key/value head) it takes its rows from all of them, interleaved, so that K and V are read once a
 // group and neighbouring rows see nearly the same keys:

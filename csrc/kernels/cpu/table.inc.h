@@ -1,21 +1,11 @@
 #pragma once
 
-// What isa_*.cpp compiles: all kernels for one instruction set, whose simd_*.h is included before.
-
-#include "kernels/band.h"
-#include "kernels/cpu/isa.h"
-#include "kernels/online_softmax.h"
-#include "kernels/params.h"
-// Each of these builds on the ones before it.
 #include "kernels/cpu/attention_backward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
-#include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/isa.h"
 #include "kernels/cpu/mask_gradient.inc.h"
-#include "kernels/cpu/mask_tile.inc.h"
-#include "kernels/cpu/math.inc.h"
-#include "kernels/cpu/non_finite.inc.h"
-#include "kernels/cpu/row_tile.inc.h"
-#include "kernels/cpu/tile_product.inc.h"
+
+// What isa_*.cpp compiles: all kernels for one instruction set, whose simd_*.h comes before.
 
 namespace qkv::kernels::QKV_ISA {
 

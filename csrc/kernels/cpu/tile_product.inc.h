@@ -1,5 +1,7 @@
 #pragma once
 
+#include "kernels/params.h"
+
 // The one matrix product behind every kernel here:
 //
 //     C[r][c] (+)= sum over k of A(r, k) · B[k][c]        A(r, k) = a[r · a_row + k · a_step]
