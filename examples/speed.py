@@ -8,79 +8,112 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
+from rich.table import Table
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 import qkv
 
-# Name, batch, heads, queries, keys, head dim, causal, with backward.
+
+@dataclass
+class Case:
+    name: str
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool = False
+    backward: bool = False
+
+    @property
+    def shape(self) -> str:
+        return f"B{self.batch} H{self.heads} M{self.queries} N{self.keys} D{self.head_dim}"
+
+    def tensors(self) -> list[Tensor]:
+        torch.manual_seed(0)
+        rows = (self.queries, self.keys, self.keys)
+        return [
+            torch.randn(self.batch, self.heads, n, self.head_dim, requires_grad=self.backward)
+            for n in rows
+        ]
+
+
 CASES = [
-    ("forward", 1, 8, 2048, 2048, 64, False, False),
-    ("forward, causal", 1, 8, 2048, 2048, 64, True, False),
-    ("forward and backward, causal", 1, 8, 1024, 1024, 64, True, True),
-    ("training shape of the model", 4, 4, 128, 128, 32, True, True),
+    Case("forward", 1, 8, 2048, 2048, 64),
+    Case("forward, causal", 1, 8, 2048, 2048, 64, causal=True),
+    Case("forward, causal, short", 1, 8, 512, 512, 64, causal=True),
+    Case("forward, wide heads", 1, 8, 2048, 2048, 128),
+    Case("forward + backward", 1, 8, 2048, 2048, 64, backward=True),
+    Case("forward + backward, causal", 1, 8, 2048, 2048, 64, causal=True, backward=True),
+    Case("the same, one head", 1, 1, 2048, 2048, 64, causal=True, backward=True),
+    Case("the same, the demo's model", 4, 4, 128, 128, 32, causal=True, backward=True),
+    Case("forward + backward, many tiny", 2048, 4, 24, 24, 16, backward=True),
+    Case("forward, one query", 1, 8, 1, 4096, 64),
 ]
 
 
 @dataclass
 class Comparison:
-    name: str
-    shape: str
-    kernel: str
+    case: Case
+    explanation: str  # what qkv.explain says
     milliseconds: float  # median, ours
-    speedup: float  # median over pairs of PyTorch's time / ours
-    slowest: float
-    fastest: float
+    speedups: list[float]  # PyTorch's time / ours, of each pair, sorted
     difference: float  # largest, of the outputs
+
+    @property
+    def speedup(self) -> float:
+        return statistics.median(self.speedups)
 
     def __str__(self) -> str:
         return (
-            f"{self.name} ({self.shape}): {self.milliseconds:.2f} ms, {self.speedup:.2f} times "
-            f"PyTorch's speed ({self.slowest:.2f} to {self.fastest:.2f}); {self.kernel}"
+            f"{self.speedup:.2f} times PyTorch's speed "
+            f"({self.speedups[0]:.2f} to {self.speedups[-1]:.2f})"
         )
 
 
-def compare(case, rounds: int = 7) -> Comparison:
-    name, batch, heads, m, n, d, causal, backward = case
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(batch, heads, rows, d, requires_grad=backward) for rows in (m, n, n))
-    grad = torch.randn(batch, heads, m, d)
+def compare(case: Case, rounds: int = 7) -> Comparison:
+    q, k, v = case.tensors()
+    grad = torch.randn(case.batch, case.heads, case.queries, case.head_dim)
     statement = "f(q, k, v, is_causal=causal)"
-    if backward:
+    if case.backward:
         statement = f"torch.autograd.grad({statement}, (q, k, v), grad)"
 
     def timer(f) -> Timer:
-        names = {"f": f, "q": q, "k": k, "v": v, "grad": grad, "causal": causal, "torch": torch}
-        return Timer(statement, globals=names, num_threads=torch.get_num_threads())
+        names = {"f": f, "q": q, "k": k, "v": v, "grad": grad, "causal": case.causal}
+        return Timer(
+            statement, globals={"torch": torch, **names}, num_threads=torch.get_num_threads()
+        )
 
     ours, theirs = timer(qkv.attention), timer(scaled_dot_product_attention)
-    number = max(1, int(0.05 / ours.timeit(2).median))
-    times = []
-    for _ in range(rounds):
-        times.append((ours.timeit(number).median, theirs.timeit(number).median))
-    ratios = sorted(b / a for a, b in times)
+    number = max(1, int(0.05 / ours.timeit(2).median))  # 50 ms a turn
+    pairs = [(ours.timeit(number).median, theirs.timeit(number).median) for _ in range(rounds)]
     with torch.no_grad():
-        difference = qkv.attention(q, k, v, is_causal=causal) - scaled_dot_product_attention(
-            q, k, v, is_causal=causal
-        )
-    kernel = qkv.explain(q, k, v, is_causal=causal).splitlines()[1].split("backward")[1].strip()
+        found = qkv.attention(q, k, v, is_causal=case.causal)
+        expected = scaled_dot_product_attention(q, k, v, is_causal=case.causal)
     return Comparison(
-        name,
-        f"B{batch} H{heads} M{m} N{n} D{d} float32",
-        kernel,
-        1e3 * statistics.median(a for a, _ in times),
-        statistics.median(ratios),
-        ratios[0],
-        ratios[-1],
-        difference.abs().max().item(),
+        case,
+        qkv.explain(q, k, v, is_causal=case.causal),
+        1e3 * statistics.median(a for a, _ in pairs),
+        sorted(b / a for a, b in pairs),
+        (found - expected).abs().max().item(),
     )
 
 
 def main(console: Console) -> list[Comparison]:
-    found = []
-    for case in CASES:
-        found.append(compare(case))
-        console.print(str(found[-1]), highlight=False)
+    """Compares all cases and prints a line for each."""
+    found = [compare(case) for case in CASES]
+    kernel = found[0].explanation.splitlines()[1].split("backward")[1].strip()
+    table = Table(title=f"{kernel}; {torch.get_num_threads()} threads", title_justify="left")
+    for column in ("", "shape", "ms", "x PyTorch's speed", "(spread)"):
+        table.add_column(column, justify="left" if column in ("", "shape") else "right")
+    for c in found:
+        spread = f"{c.speedups[0]:.2f} to {c.speedups[-1]:.2f}"
+        table.add_row(
+            c.case.name, c.case.shape, f"{c.milliseconds:.2f}", f"{c.speedup:.2f}", spread
+        )
+    console.print(table)
     return found
 
 

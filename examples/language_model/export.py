@@ -19,14 +19,13 @@ def export(directory: Path, context: int = 128) -> tuple[Path, Path]:
     model = LanguageModel(context=context).eval()
     qkv.nn.load_state_dict(model, directory / "weights.pt")
     script, package = directory / "model.ts", directory / "model.pt2"
-    with warnings.catch_warnings():
-        # TorchScript is deprecated, but it is what C++ programs can train without Python.
-        warnings.filterwarnings("ignore", message=".*torch.jit.*")
-        torch.jit.script(model).save(str(script))
-
     tokens = torch.randint(256, (2, 32))
     dynamic = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("time", max=context)}
-    with torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad():
+        # TorchScript is deprecated, but it is what C++ programs can train without Python.
+        warnings.filterwarnings("ignore", message=".*torch.jit.*")
+        warnings.filterwarnings("ignore", message=".*treespec.*")  # inside torch.export
+        torch.jit.script(model).save(str(script))
         program = torch.export.export(model, (tokens,), dynamic_shapes=(dynamic,))
         torch._inductor.aoti_compile_and_package(program, package_path=str(package))
     return script, package

@@ -10,10 +10,16 @@ function(run)
   endif()
 endfunction()
 
+# The README's first C++ block is one of the programs.
+file(READ "${CMAKE_CURRENT_LIST_DIR}/../../README.md" readme)
+string(REGEX MATCH "```cpp\n([^`]*)```" block "${readme}")
+file(WRITE "${work}/readme.cpp" "${CMAKE_MATCH_1}")
+
 run("${CMAKE_COMMAND}" --install "${QKV_BUILD}" --prefix "${work}/prefix")
 run("${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}" -B "${work}/build" -G "${GENERATOR}"
     "-DCMAKE_MAKE_PROGRAM=${MAKE_PROGRAM}" "-DCMAKE_PREFIX_PATH=${work}/prefix"
-    "-DQKV_TORCH_DIR=${QKV_TORCH_DIR}")
+    "-DQKV_TORCH_DIR=${QKV_TORCH_DIR}" "-DREADME_PROGRAM=${work}/readme.cpp")
 run("${CMAKE_COMMAND}" --build "${work}/build")
 run("${work}/build/trains")
 run("${work}/build/by_name")
+run("${CMAKE_COMMAND}" -E chdir "${work}" "${work}/build/readme")

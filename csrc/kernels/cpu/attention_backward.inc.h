@@ -33,16 +33,28 @@ inline KeyRange keys_of_split(const BackwardParams<T>& params, int64_t split) {
 }
 
 template <class T>
+inline int64_t rows_of_kv_head(const Problem<T>& problem) {
+  return problem.query_heads / problem.kv_heads * problem.queries;
+}
+
+/// Vectors of rows in a tile: a function of the number of rows alone.
+template <class T>
+inline int backward_vectors(const Problem<T>& problem) {
+  const int64_t vectors = round_up_to_vector<T>(rows_of_kv_head(problem)) / Simd<T>::kWidth;
+  return vectors <= 3 ? static_cast<int>(vectors) : kBackwardVectors;
+}
+
+template <class T>
 inline int64_t backward_row_tiles(const Problem<T>& problem) {
-  const int64_t rows = problem.query_heads / problem.kv_heads * problem.queries;
-  return (rows + kBackwardRows<T> - 1) / kBackwardRows<T>;
+  const int64_t rows_of_tile = backward_vectors(problem) * Simd<T>::kWidth;
+  return (rows_of_kv_head(problem) + rows_of_tile - 1) / rows_of_tile;
 }
 
 /// How many numbers partial_grad_query takes for one key/value head: [split][row tile][D][rows].
 template <class T>
 inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
-  return params.splits * backward_row_tiles(params.problem) * params.problem.head_dim *
-         kBackwardRows<T>;
+  const Problem<T>& p = params.problem;
+  return params.splits * backward_row_tiles(p) * p.head_dim * backward_vectors(p) * Simd<T>::kWidth;
 }
 
 template <class T>
@@ -51,19 +63,20 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
   const int64_t longest_split =
       (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
-  const int64_t numbers = BackwardTile<T>::scratch_numbers(p) +
-                          (p.head_dim + widths) * kBackwardRows<T> + widths * longest_split;
+  using Tile = BackwardTile<T, kBackwardVectors>;
+  const int64_t numbers =
+      Tile::scratch_numbers(p) + (p.head_dim + widths) * Tile::kRows + widths * longest_split;
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
-/// c[n][d] += sum over the tile's rows r of a[n][r] · b[r][d]. Rows of b and c are whole vectors.
-template <class T>
-inline void multiply_add_rows(int64_t keys, const T* a, const T* b, int64_t width, T* c) {
+/// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of b and c are whole vectors.
+template <class T, int kRows>
+inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t width,
+                              T* c) {
   using S = Simd<T>;
-  constexpr int kRows = kBackwardRows<T>;
-  const auto columns = [&](auto vectors, auto rows, int64_t d) __attribute__((always_inline)) {
-    multiply_add<T, vectors(), rows()>(keys, kRows, a, kRows, UnitStride{}, b + d, width, c + d,
-                                       width);
+  const auto columns = [&](auto vectors, auto broadcast, int64_t d) __attribute__((always_inline)) {
+    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b + d, width, c + d,
+                                            width);
   };
   int64_t vectors = width / S::kWidth;
   int64_t d = 0;
@@ -87,13 +100,11 @@ inline void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t wi
   }
 }
 
-/// One split of one key/value head. Units count the splits of first_head, then of the next head;
-/// partial_grad_query begins with first_head.
-template <class T>
-inline void attention_backward(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
-                               void* scratch) {
-  constexpr int kRows = kBackwardRows<T>;
-  constexpr int kHalf = kRows / 2;
+template <class T, int kVectors>
+inline void backward_split(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
+                           void* scratch) {
+  using Work = BackwardTile<T, kVectors>;
+  constexpr int kRows = Work::kRows;
   const Problem<T>& p = params.problem;
   const int64_t head = first_head + unit / params.splits;
   const int64_t split = unit % params.splits;
@@ -107,7 +118,7 @@ inline void attention_backward(const BackwardParams<T>& params, int64_t first_he
   const bool need_key = params.grad_key.data != nullptr;
   const bool need_value = params.grad_value.data != nullptr;
 
-  BackwardTile<T> work(params, static_cast<T*>(scratch));
+  Work work(params, static_cast<T*>(scratch));
   T* query_rows = work.end_of_scratch;                        // [rows][D], scaled
   T* grad_out_rows = query_rows + kRows * key_width;          // [rows][Dv]
   T* own_grad_query_t = grad_out_rows + kRows * value_width;  // [D][rows]
@@ -151,23 +162,25 @@ inline void attention_backward(const BackwardParams<T>& params, int64_t first_he
                                          block_grad_key, key_width);
       } else {
         if (need_value) {
-          multiply_add_rows(block, work.p_tile, grad_out_rows, value_width, block_grad_value);
+          multiply_add_rows<T, kRows>(block, tile.rows, work.p_tile, grad_out_rows, value_width,
+                                      block_grad_value);
         }
         if (need_key) {
-          multiply_add_rows(block, work.ds_tile, query_rows, key_width, block_grad_key);
+          multiply_add_rows<T, kRows>(block, tile.rows, work.ds_tile, query_rows, key_width,
+                                      block_grad_key);
         }
       }
 
       if (!need_query) continue;
       const T* block_keys = tile.keys_of_head(p.key) + n * p.key.row_stride;
       if (partial && !all_finite(block_keys, p.key.row_stride, block, p.head_dim)) {
-        multiply_add_kept_keys<T, kBackwardVectors>(block, p.head_dim, block_keys, p.key.row_stride,
-                                                    work.ds_tile, work.mask.bits, grad_query_t);
+        multiply_add_kept_keys<T, kVectors>(block, p.head_dim, block_keys, p.key.row_stride,
+                                            work.ds_tile, work.mask.bits, grad_query_t);
       } else {
-        for (int half = 0; half < kRows; half += kHalf) {
-          multiply_add<T, kBackwardVectors / 2>(p.head_dim, block, block_keys, UnitStride{},
-                                                p.key.row_stride, work.ds_tile + half, kRows,
-                                                grad_query_t + half, kRows);
+        for (int r = 0; r < kRows; r += Work::kPiece) {
+          multiply_add<T, Work::kPieceVectors>(p.head_dim, block, block_keys, UnitStride{},
+                                               p.key.row_stride, work.ds_tile + r, kRows,
+                                               grad_query_t + r, kRows);
         }
       }
     }
@@ -189,13 +202,12 @@ inline void attention_backward(const BackwardParams<T>& params, int64_t first_he
   }
 }
 
-/// dQ of one tile of rows: the parts of all splits, added in order. Units count the row tiles of
-/// first_head, then of the next head.
-template <class T>
-inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
-                           void* scratch) {
+/// dQ of one tile of rows: the parts of all splits, added in order.
+template <class T, int kVectors>
+inline void sum_splits(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
+                       void* scratch) {
   using S = Simd<T>;
-  constexpr int kRows = kBackwardRows<T>;
+  constexpr int kRows = kVectors * S::kWidth;
   const Problem<T>& p = params.problem;
   const int64_t tiles = backward_row_tiles(p);
   const int64_t head = unit / tiles, t = unit % tiles;
@@ -216,6 +228,41 @@ inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, 
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
   tile.unpack_transposed(sum, p.head_dim, scale_of_row, params.grad_query);
+}
+
+/// Calls f with the number of vectors in a tile of this problem.
+template <class T, class F>
+inline void with_backward_vectors(const Problem<T>& problem, F f) {
+  switch (backward_vectors(problem)) {
+    case 1:
+      return f(Constant<1>{});
+    case 2:
+      return f(Constant<2>{});
+    case 3:
+      return f(Constant<3>{});
+    default:
+      return f(Constant<kBackwardVectors>{});
+  }
+}
+
+/// One split of one key/value head. Units count the splits of first_head, then of the next head;
+/// partial_grad_query begins with first_head.
+template <class T>
+inline void attention_backward(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
+                               void* scratch) {
+  with_backward_vectors(params.problem, [&](auto vectors) {
+    backward_split<T, vectors()>(params, first_head, unit, scratch);
+  });
+}
+
+/// One tile of rows of one key/value head. Units count the row tiles of first_head, then of the
+/// next head.
+template <class T>
+inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
+                           void* scratch) {
+  with_backward_vectors(params.problem, [&](auto vectors) {
+    sum_splits<T, vectors()>(params, first_head, unit, scratch);
+  });
 }
 
 }  // namespace qkv::kernels::QKV_ISA

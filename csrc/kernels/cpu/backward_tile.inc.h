@@ -20,11 +20,10 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-constexpr int kBackwardVectors = 6;  // of rows in a tile, as two halves of 3
+// A tile has 6 vectors of rows: the longer it is, the less often dK and dV are loaded and stored.
+// Few rows take a tile of 1, 2 or 3.
+constexpr int kBackwardVectors = 6;
 constexpr int kBackwardBlockKeys = 96;
-
-template <class T>
-constexpr int kBackwardRows = kBackwardVectors* Simd<T>::kWidth;
 
 template <class T>
 constexpr int64_t round_up_to_vector(int64_t x) {
@@ -32,11 +31,13 @@ constexpr int64_t round_up_to_vector(int64_t x) {
 }
 
 /// What one tile of rows and one block of keys need, in both backward kernels.
-template <class T>
+template <class T, int kVectors>
 struct BackwardTile {
-  static constexpr int kRows = kBackwardRows<T>;
-  static constexpr int kHalf = kRows / 2;
   using S = Simd<T>;
+  static constexpr int kRows = kVectors * S::kWidth;
+  // The products are done in pieces of at most 3 vectors, which is what registers hold.
+  static constexpr int kPieceVectors = kVectors > 3 ? kVectors / 2 : kVectors;
+  static constexpr int kPiece = kPieceVectors * S::kWidth;
 
   const BackwardParams<T>& params;
   const Problem<T>& p;
@@ -93,9 +94,9 @@ struct BackwardTile {
     if (state == TileState::kEmpty) return state;
     const T* key = tile.keys_of_head(p.key) + first_key * p.key.row_stride;
     const T* value = tile.keys_of_head(p.value) + first_key * p.value.row_stride;
-    for (int half = 0; half < kRows; half += kHalf) {
-      product(keys, p.head_dim, key, p.key.row_stride, query_t + half, p_tile + half);
-      product(keys, p.value_dim, value, p.value.row_stride, grad_out_t + half, ds_tile + half);
+    for (int r = 0; r < kRows; r += kPiece) {
+      product(keys, p.head_dim, key, p.key.row_stride, query_t + r, p_tile + r);
+      product(keys, p.value_dim, value, p.value.row_stride, grad_out_t + r, ds_tile + r);
     }
     if (mask.has_bias(p)) {
       for (int64_t x = 0; x < static_cast<int64_t>(keys) * kRows; x += S::kWidth) {
@@ -112,7 +113,7 @@ struct BackwardTile {
 
  private:
   static void product(int keys, int64_t depth, const T* a, int64_t a_row, const T* b, T* c) {
-    multiply<T, kBackwardVectors / 2>(
+    multiply<T, kPieceVectors>(
         keys, depth, a, a_row, UnitStride{}, b,
         kRows, [=](int64_t k, int v, typename S::Number x) __attribute__((always_inline)) {
           S::store(c + k * kRows + v * S::kWidth, x);
@@ -123,7 +124,7 @@ struct BackwardTile {
   /// dP may be NaN.
   template <bool kMasked>
   void softmax_backward(int keys) {
-    for (int v = 0; v < kBackwardVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       const auto row_lse = S::load(lse + v * S::kWidth);
       const auto row_delta = S::load(delta + v * S::kWidth);
       for (int k = 0; k < keys; ++k) {

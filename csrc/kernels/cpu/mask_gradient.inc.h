@@ -14,6 +14,8 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+template <class T>
+constexpr int kMaskGradientRows = BackwardTile<T, kBackwardVectors>::kRows;
 constexpr int64_t kMaskGradientKeys = 4 * kBackwardBlockKeys;  // of a unit without rows
 
 /// How many units there are of each kind; a dimension that is summed over has one.
@@ -33,7 +35,7 @@ struct MaskGradientUnits {
     }
     if (mask.head_stride != 0) units.heads = p.query_heads;
     if (mask.row_stride != 0) {
-      units.row_tiles = (p.queries + kBackwardRows<T> - 1) / kBackwardRows<T>;
+      units.row_tiles = (p.queries + kMaskGradientRows<T> - 1) / kMaskGradientRows<T>;
     } else if (mask.column_stride != 0) {
       units.key_ranges = (p.keys + kMaskGradientKeys - 1) / kMaskGradientKeys;
     }
@@ -59,13 +61,13 @@ inline int64_t batch_of_mask(const MaskGradientParams<T>& params, int64_t kept, 
 
 template <class T>
 inline int64_t mask_gradient_scratch_bytes(const MaskGradientParams<T>& params) {
-  return BackwardTile<T>::scratch_numbers(params.backward.problem) *
+  return BackwardTile<T, kBackwardVectors>::scratch_numbers(params.backward.problem) *
          static_cast<int64_t>(sizeof(T));
 }
 
 template <class T>
 inline void mask_gradient(const MaskGradientParams<T>& params, int64_t unit, void* scratch) {
-  constexpr int kRows = kBackwardRows<T>;
+  constexpr int kRows = kMaskGradientRows<T>;
   const Problem<T>& p = params.backward.problem;
   const Operand<T>& mask = params.grad_mask;
   const auto units = MaskGradientUnits::of(params);
@@ -86,7 +88,7 @@ inline void mask_gradient(const MaskGradientParams<T>& params, int64_t unit, voi
                                                         (key_range + 1) * kMaskGradientKeys}
                                              : KeyRange{0, p.keys};
 
-  BackwardTile<T> work(params.backward, static_cast<T*>(scratch));
+  BackwardTile<T, kBackwardVectors> work(params.backward, static_cast<T*>(scratch));
   for (int64_t b = 0; b < summed_batches; ++b) {
     const int64_t batch = batch_of_mask(params, mask_batch, b);
     for (int64_t head = first_head; head < end_head; ++head) {
