@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ import worked_examples  # noqa: E402
 
 PROGRAMS = HERE.parent / "build" / "examples"
 console = Console()
+if not console.is_terminal:  # a log: no window to fit into
+    console = Console(width=120)
 
 
 class Failure(Exception):
@@ -115,11 +118,15 @@ def draw_loss(history: list[dict], bigram_loss: float, path: Path) -> None:
     axis = figure.subplots()
     steps = [h["step"] for h in history]
     axis.plot(steps, [h["loss"] for h in history], color="#3b528b", label="training (smoothed)")
+    measured = [
+        h for h, before in pairwise(history) if h["validation_loss"] != before["validation_loss"]
+    ]
     axis.plot(
-        steps,
-        [h["validation_loss"] for h in history],
+        [h["step"] for h in measured],
+        [h["validation_loss"] for h in measured],
+        "o-",
         color="#d1495b",
-        drawstyle="steps-post",
+        markersize=3,
         label="validation",
     )
     axis.axhline(bigram_loss, color="grey", linestyle="--", linewidth=1)

@@ -82,7 +82,7 @@ Progress train(LanguageModel& model, const Text& text, const TrainingOptions& op
     progress.loss = std::isnan(progress.loss) ? value : 0.95 * progress.loss + 0.05 * value;
     progress.done = std::min(now / seconds, 1.0);
     progress.tokens_per_second = static_cast<double>(progress.step * options.batch * context) / now;
-    if (now - saved > 30.0 || progress.done >= 1.0) {
+    if (now - saved > 10.0 || progress.done >= 1.0) {
       progress.validation_loss = validation_loss(model, text);
       save(model, optimizer, options.output);
       saved = now;
