@@ -193,22 +193,9 @@ std::vector<SymInt> band_of(const Arguments& a) {
 }
 
 std::string why_unfused(const Call& call) {
-  const Tensor& query = call.operands.query;
-  std::ostringstream why;
-  if (!query.device().is_cpu() && !query.device().is_meta()) {
-    why << "this build has no kernels for device type " << query.device().type();
-  } else if (query.scalar_type() != at::kFloat && query.scalar_type() != at::kDouble) {
-    why << "dtype " << dtype_name(query.scalar_type()) << " has no fused kernel";
-  } else if (call.softcap != 0.0) {
-    why << "softcap has no fused kernel";
-  } else if (call.alibi_slopes) {
-    why << "alibi_slopes has no fused kernel";
-  } else if (call.sinks) {
-    why << "sinks has no fused kernel";
-  } else if (call.dropout_p > 0.0) {
-    why << "dropout_p > 0 has no fused kernel";
-  }
-  return why.str();
+  const auto device = call.operands.query.device();
+  if (device.is_cpu() || device.is_meta()) return "";
+  return c10::str("this build has no kernels for device type ", device.type());
 }
 
 }  // namespace
@@ -232,15 +219,15 @@ Call checked_call(const char* op, const Arguments& given_arguments) {
   call.operands.key = expanded(a.key, batch, kv_heads);
   if (a.value) call.operands.value = expanded(*a.value, batch, kv_heads);
   call.operands.attn_mask = a.attn_mask;
+  call.operands.alibi_slopes = a.alibi_slopes;
+  call.operands.sinks = a.sinks;
   call.operands.key_mask = a.key_mask;
   const int64_t head_dim = a.query.sym_size(-1).guard_int(__FILE__, __LINE__);
   call.operands.scale =
       a.scale.value_or(head_dim == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(head_dim)));
+  call.operands.softcap = a.softcap;
+  call.operands.dropout_p = a.dropout_p;
   call.operands.band = band_of(a);
-  call.softcap = a.softcap;
-  call.alibi_slopes = a.alibi_slopes;
-  call.sinks = a.sinks;
-  call.dropout_p = a.dropout_p;
   call.unbatched_head = a.query.dim() == 2 && a.key.dim() == 2 && (!a.value || a.value->dim() == 2);
   call.unfused_reason = why_unfused(call);
   return call;

@@ -30,11 +30,7 @@ struct Arguments {
 
 /// A call that has passed every check, with every default filled in.
 struct Call {
-  Operands operands;
-  double softcap = 0.0;
-  OptionalTensor alibi_slopes;  // (.., Hq)
-  OptionalTensor sinks;         // (.., Hq)
-  double dropout_p = 0.0;
+  Operands operands;            // without a seed
   bool unbatched_head = false;  // all of the caller's tensors were (rows, width)
   std::string unfused_reason;   // why there is no fused kernel for this; empty: there is one
 

@@ -28,11 +28,11 @@ Tensor draw_seed(const Operands& x) {
 /// The one place that decides between the fused kernel and the reference.
 std::tuple<Tensor, Tensor> run(const char* op, const Call& call) {
   if (verbose()) std::cerr << description(op, call);
-  if (call.unfused_reason.empty()) return attention_forward_op()(call.operands);
+  Operands x = call.operands;
+  if (x.dropout_p > 0.0) x.dropout_seed = draw_seed(x);
+  if (call.unfused_reason.empty()) return attention_forward_op()(x);
   report_fallback(op, call.unfused_reason);
-  OptionalTensor seed;
-  if (call.dropout_p > 0.0) seed = draw_seed(call.operands);
-  return reference::attention(call, seed);
+  return reference::attention(x);
 }
 
 Tensor attention_composite(const Arguments& arguments) {
@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor> attention_with_lse_composite(const Arguments& argumen
 /// This asks for M x N numbers, so that the reference, which has them, is no detour.
 Tensor attention_weights_composite(const Arguments& arguments) {
   const Call call = checked_call("qkv::attention_weights", arguments);
-  const Tensor weights = reference::softmax(call).weights;
+  const Tensor weights = reference::softmax(call.operands).weights;
   return call.restore_rank(weights.to(arguments.query.scalar_type()));
 }
 

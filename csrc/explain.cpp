@@ -14,10 +14,10 @@ std::string kernel_name(const Call& call) {
   const Tensor& query = call.operands.query;
   std::ostringstream name;
   const auto& kernels = cpu::kernel_table();
-  const bool is_float = query.scalar_type() == at::kFloat;
-  name << "fused cpu " << (is_float ? "float32" : "float64") << ' ' << kernels.isa << ", tiles of "
-       << (is_float ? kernels.float32.tile_rows : kernels.float64.tile_rows) << " queries x "
-       << (is_float ? kernels.float32.block_keys : kernels.float64.block_keys) << " keys";
+  const bool is_double = query.scalar_type() == at::kDouble;
+  name << "fused cpu " << dtype_name(query.scalar_type()) << ' ' << kernels.isa << ", tiles of "
+       << (is_double ? kernels.float64.tile_rows : kernels.float32.tile_rows) << " queries x "
+       << (is_double ? kernels.float64.block_keys : kernels.float32.block_keys) << " keys";
   return name.str();
 }
 

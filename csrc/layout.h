@@ -40,7 +40,7 @@ inline Tensor empty_dense_like(const Tensor& like, c10::SymIntArrayRef sizes) {
 }
 
 /// output as query lies in memory, (batch.., Hq, M, Dv); logsumexp (batch.., Hq, M).
-inline std::tuple<Tensor, Tensor> empty_forward_results(const Operands& x) {
+inline TensorTuple<2> empty_forward_results(const Operands& x) {
   auto sizes = x.query.sym_sizes().vec();
   sizes.back() = x.value.sym_size(-1);
   Tensor out = empty_dense_like(x.query, sizes);
@@ -50,13 +50,14 @@ inline std::tuple<Tensor, Tensor> empty_forward_results(const Operands& x) {
 }
 
 /// Each gradient as its input lies in memory; an empty tensor for one that is not needed.
-inline std::array<Tensor, 4> empty_gradients(const Operands& x, std::array<bool, 4> needs) {
-  const auto gradient = [&](const OptionalTensor& input, bool needed) {
-    return needed ? empty_dense_like(*input, input->sym_sizes())
-                  : at::empty({0}, x.query.options());
-  };
-  return {gradient(x.query, needs[0]), gradient(x.key, needs[1]), gradient(x.value, needs[2]),
-          gradient(x.attn_mask, needs[3])};
+inline Gradients empty_gradients(const Operands& x, Needs needs) {
+  const auto inputs = x.tensors();
+  Gradients gradients;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    gradients[i] = needs[i] ? empty_dense_like(*inputs[i], inputs[i]->sym_sizes())
+                            : at::empty({0}, x.query.options());
+  }
+  return gradients;
 }
 
 }  // namespace qkv

@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <array>
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -16,16 +18,39 @@ using OptionalTensor = std::optional<Tensor>;
 ///
 /// query (batch.., Hq, M, D), key (batch.., Hkv, N, D), value (batch.., Hkv, N, Dv) with equal
 /// batch dimensions, broadcast ones expanded to stride 0. Hkv divides Hq. attn_mask broadcasts to
-/// (batch.., Hq, M, N), bool or float; key_mask broadcasts to (batch.., N), bool.
+/// (batch.., Hq, M, N), bool or float; key_mask to (batch.., N), bool; alibi_slopes and sinks to
+/// (batch.., Hq), float. dropout_seed (batch..), int64, is there if dropout_p > 0.
 struct Operands {
   Tensor query;
   Tensor key;
   Tensor value;
   OptionalTensor attn_mask;
+  OptionalTensor alibi_slopes;
+  OptionalTensor sinks;
   OptionalTensor key_mask;
+  OptionalTensor dropout_seed;
   double scale = 1.0;
+  double softcap = 0.0;
+  double dropout_p = 0.0;
   std::vector<c10::SymInt> band;  // left, right (-1 = unbounded), query_offset
+
+  /// What there are gradients of; the first of the tensors.
+  static constexpr size_t kDifferentiable = 6;
+  static constexpr size_t kTensors = 8;
+
+  std::array<OptionalTensor, kTensors> tensors() const {
+    return {query, key, value, attn_mask, alibi_slopes, sinks, key_mask, dropout_seed};
+  }
+
+  /// These operands with other tensors, in the order of tensors().
+  Operands with(const std::array<OptionalTensor, kTensors>& t) const {
+    return {*t[0], *t[1], *t[2], t[3],    t[4],      t[5],
+            t[6],  t[7],  scale, softcap, dropout_p, band};
+  }
 };
+
+/// Dropout's probability as the number that 16 random bits are compared with.
+inline int64_t dropout_threshold(double p) { return std::llround(p * 65536.0); }
 
 /// An internal operator takes the operands one by one, as a schema must have them, and then the
 /// rest of its arguments. Here they are put together and taken apart, so that nobody else has to.
@@ -39,17 +64,20 @@ class InternalOp<Result(const Operands&, Rest...)> {
       : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Flat>()) {}
 
   Result operator()(const Operands& x, Rest... rest) const {
-    return handle_.call(x.query, x.key, x.value, x.attn_mask, x.key_mask, x.scale, x.band, rest...);
+    return handle_.call(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks, x.key_mask,
+                        x.dropout_seed, x.scale, x.softcap, x.dropout_p, x.band, rest...);
   }
 
   Result redispatch(c10::DispatchKeySet keys, const Operands& x, Rest... rest) const {
-    return handle_.redispatch(keys, x.query, x.key, x.value, x.attn_mask, x.key_mask, x.scale,
-                              x.band, rest...);
+    return handle_.redispatch(keys, x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks,
+                              x.key_mask, x.dropout_seed, x.scale, x.softcap, x.dropout_p, x.band,
+                              rest...);
   }
 
  private:
   using Flat = Result(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                      const OptionalTensor&, double, c10::SymIntArrayRef, Rest...);
+                      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                      const OptionalTensor&, double, double, double, c10::SymIntArrayRef, Rest...);
   c10::TypedOperatorHandle<Flat> handle_;
 };
 
@@ -59,9 +87,13 @@ struct FlatKernel;
 template <class Result, class... Rest, Result (*kKernel)(const Operands&, Rest...)>
 struct FlatKernel<kKernel> {
   static Result call(const Tensor& query, const Tensor& key, const Tensor& value,
-                     const OptionalTensor& attn_mask, const OptionalTensor& key_mask, double scale,
-                     c10::SymIntArrayRef band, Rest... rest) {
-    return kKernel({query, key, value, attn_mask, key_mask, scale, band.vec()}, rest...);
+                     const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes,
+                     const OptionalTensor& sinks, const OptionalTensor& key_mask,
+                     const OptionalTensor& dropout_seed, double scale, double softcap,
+                     double dropout_p, c10::SymIntArrayRef band, Rest... rest) {
+    return kKernel({query, key, value, attn_mask, alibi_slopes, sinks, key_mask, dropout_seed,
+                    scale, softcap, dropout_p, band.vec()},
+                   rest...);
   }
 };
 
@@ -70,9 +102,14 @@ template <class Result, class... Rest,
 struct FlatKernel<kKernel> {
   static Result call(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
                      const Tensor& value, const OptionalTensor& attn_mask,
-                     const OptionalTensor& key_mask, double scale, c10::SymIntArrayRef band,
+                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                     const OptionalTensor& key_mask, const OptionalTensor& dropout_seed,
+                     double scale, double softcap, double dropout_p, c10::SymIntArrayRef band,
                      Rest... rest) {
-    return kKernel(keys, {query, key, value, attn_mask, key_mask, scale, band.vec()}, rest...);
+    return kKernel(keys,
+                   {query, key, value, attn_mask, alibi_slopes, sinks, key_mask, dropout_seed,
+                    scale, softcap, dropout_p, band.vec()},
+                   rest...);
   }
 };
 
@@ -80,28 +117,47 @@ struct FlatKernel<kKernel> {
 template <auto kKernel>
 constexpr auto flat = &FlatKernel<kKernel>::call;
 
-/// output (batch.., Hq, M, Dv), logsumexp (batch.., Hq, M)
-using Forward = std::tuple<Tensor, Tensor>(const Operands&);
+/// n tensors as an operator returns them; std::tuple_cat turns the array into the tuple.
+template <size_t n>
+using TensorTuple = decltype(std::tuple_cat(std::array<Tensor, n>()));
 
-/// Gradients of query, key, value and attn_mask. Those with needs[i] false are empty tensors.
+template <class... Tensors>
+std::array<Tensor, sizeof...(Tensors)> as_array(const std::tuple<Tensors...>& tuple) {
+  return std::apply(
+      [](const auto&... x) {
+        return std::array<Tensor, sizeof...(Tensors)>{x...};
+      },
+      tuple);
+}
+
+/// One for each differentiable operand, in their order.
+using Gradients = std::array<Tensor, Operands::kDifferentiable>;
+using Tangents = std::array<OptionalTensor, Operands::kDifferentiable>;
+using Needs = std::array<bool, Operands::kDifferentiable>;
+
+/// output (batch.., Hq, M, Dv), logsumexp (batch.., Hq, M)
+using Forward = TensorTuple<2>(const Operands&);
+
+/// Gradients of the differentiable operands. Those with needs[i] false are empty tensors.
 /// output and logsumexp are those of _attention_forward: functions of the operands, not variables.
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Operands&, const Tensor& grad_out,
-                                                            const OptionalTensor& grad_lse,
-                                                            const Tensor& out, const Tensor& lse,
-                                                            std::array<bool, 4> needs);
+using Backward = TensorTuple<6>(const Operands&, const Tensor& grad_out,
+                                const OptionalTensor& grad_lse, const Tensor& out,
+                                const Tensor& lse, Needs needs);
 
 /// Tangents of output and logsumexp. A tangent that is not given is zero and costs nothing.
-using Jvp = std::tuple<Tensor, Tensor>(const Operands&, const OptionalTensor& query_t,
-                                       const OptionalTensor& key_t, const OptionalTensor& value_t,
-                                       const OptionalTensor& attn_mask_t);
+using Jvp = TensorTuple<2>(const Operands&, const OptionalTensor& query_t,
+                           const OptionalTensor& key_t, const OptionalTensor& value_t,
+                           const OptionalTensor& attn_mask_t, const OptionalTensor& alibi_slopes_t,
+                           const OptionalTensor& sinks_t);
 
-/// Gradients of <grad_query, grad_grad_query> + .. + <grad_attn_mask, grad_grad_attn_mask> with
-/// respect to grad_out, grad_lse, query, key, value and attn_mask.
-using BackwardBackward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+/// Gradients of <grad_query, grad_grad_query> + .. + <grad_sinks, grad_grad_sinks> with respect to
+/// grad_out, grad_lse and the differentiable operands.
+using BackwardBackward = TensorTuple<8>(
     const Operands&, const Tensor& grad_out, const OptionalTensor& grad_lse,
     const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
     const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
-    std::array<bool, 6> needs);
+    const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
+    std::array<bool, 8> needs);
 
 const InternalOp<Forward>& attention_forward_op();
 const InternalOp<Backward>& attention_backward_op();

@@ -19,16 +19,17 @@ Tensor product_of_rows_and_columns(const Tensor& a, const Tensor& b) {
                       at::matmul(a.detach(), b.detach()));
 }
 
-/// |i + query_offset - j| and its sign, (M, N).
-Tensor distances(const Operands& x) {
+/// i + query_offset - j, (M, N).
+Tensor signed_distances(const Operands& x) {
   const auto options = x.query.options().dtype(at::kLong);
   const Tensor p = at::arange(x.query.sym_size(-2), options) + x.band[2];
   return p.unsqueeze(-1) - at::arange(x.key.sym_size(-2), options);
 }
 
-/// Philox4x32-10 (Salmon et al., SC 2011), element (i, j) of head h: of the 128 bits for counter
-/// (j / 8, i, h, 0) and key seed, the 16 bits number j % 8. int64 tensors hold the 32-bit words.
-Tensor random_16_bits(const Operands& x, const Tensor& seed) {
+/// The random number of each weight as kernels/philox.h defines it. int64 tensors hold the 32-bit
+/// words.
+Tensor random_16_bits(const Operands& x) {
+  const Tensor& seed = *x.dropout_seed;
   constexpr int64_t kWord = 0xffffffff;
   const auto options = seed.options();
   const Tensor j = at::arange(x.key.sym_size(-2), options);
@@ -63,14 +64,6 @@ Tensor random_16_bits(const Operands& x, const Tensor& seed) {
   return at::bitwise_right_shift(of_word, j.remainder(2) * 16).bitwise_and(0xffff);
 }
 
-/// The probability is rounded to a multiple of 2^-16, and the weights grow by what it really is.
-Tensor drop(const Tensor& weights, const Operands& x, const Tensor& seed, double dropout_p) {
-  const int64_t threshold = std::llround(dropout_p * 65536.0);
-  if (threshold == 65536) return weights * 0.0;
-  const Tensor stays = random_16_bits(x, seed) >= threshold;
-  return weights.where(stays, 0.0) * (65536.0 / static_cast<double>(65536 - threshold));
-}
-
 }  // namespace
 
 at::ScalarType accumulate_type(const Tensor& x) {
@@ -83,7 +76,7 @@ Tensor for_query_heads(const Tensor& x, const Operands& operands) {
 }
 
 Tensor kept_pairs(const Operands& x) {
-  const Tensor distance = distances(x);
+  const Tensor distance = signed_distances(x);
   Tensor keep = at::ones_like(distance, distance.options().dtype(at::kBool));
   if (x.band[0] >= 0) keep = keep.logical_and(distance <= x.band[0]);
   if (x.band[1] >= 0) keep = keep.logical_and(distance >= -x.band[1]);
@@ -106,23 +99,29 @@ Tensor product_of_kept(const Tensor& weights, const Tensor& keep, const Tensor& 
       .masked_fill(invalid, std::numeric_limits<double>::quiet_NaN());
 }
 
-Softmax softmax(const Call& call) {
-  const Operands& x = call.operands;
+Tensor distances(const Operands& x) { return signed_distances(x).abs(); }
+
+Tensor capped_products(const Operands& x) {
   const auto real = accumulate_type(x.query);
   const Tensor key = for_query_heads(x.key, x).to(real);
-  Tensor scores = product_of_rows_and_columns(x.query.to(real) * x.scale, key.transpose(-2, -1));
-  if (call.softcap != 0.0) scores = at::tanh(scores / call.softcap) * call.softcap;
+  const Tensor products =
+      product_of_rows_and_columns(x.query.to(real) * x.scale, key.transpose(-2, -1));
+  return x.softcap == 0.0 ? products : at::tanh(products / x.softcap) * x.softcap;
+}
+
+Softmax softmax(const Operands& x) {
+  const auto real = accumulate_type(x.query);
+  Tensor scores = capped_products(x);
   if (x.attn_mask && x.attn_mask->scalar_type() != at::kBool)
     scores = scores + x.attn_mask->to(real);
-  if (call.alibi_slopes) {
-    const Tensor slopes = call.alibi_slopes->to(real).unsqueeze(-1).unsqueeze(-1);
-    scores = scores - slopes * distances(x).abs();
+  if (x.alibi_slopes) {
+    scores = scores - x.alibi_slopes->to(real).unsqueeze(-1).unsqueeze(-1) * distances(x);
   }
   Softmax result;
   result.keep = kept_pairs(x);
   scores = scores.where(result.keep, -kInfinity);
-  if (call.sinks) {
-    const Tensor sinks = call.sinks->to(real).unsqueeze(-1).unsqueeze(-1);
+  if (x.sinks) {
+    const Tensor sinks = x.sinks->to(real).unsqueeze(-1).unsqueeze(-1);
     auto column = scores.sym_sizes().vec();
     column.back() = 1;
     result.lse = at::logsumexp(at::cat({scores, sinks.expand_symint(column)}, -1), -1);
@@ -138,10 +137,18 @@ Softmax softmax(const Call& call) {
   return result;
 }
 
-std::tuple<Tensor, Tensor> attention(const Call& call, const OptionalTensor& seed) {
-  const Operands& x = call.operands;
-  const auto [weights, lse, keep] = softmax(call);
-  const Tensor used = seed ? drop(weights, x, *seed, call.dropout_p) : weights;
+Tensor dropout_factors(const Operands& x) {
+  if (x.dropout_p == 0.0) return {};
+  // The probability is rounded to a multiple of 2^-16, and weights grow by what it really is.
+  const int64_t threshold = dropout_threshold(x.dropout_p);
+  const double scale = threshold == 65536 ? 0.0 : 65536.0 / static_cast<double>(65536 - threshold);
+  return (random_16_bits(x) >= threshold).to(accumulate_type(x.query)) * scale;
+}
+
+TensorTuple<2> attention(const Operands& x) {
+  const auto [weights, lse, keep] = softmax(x);
+  const Tensor factors = dropout_factors(x);
+  const Tensor used = factors.defined() ? weights * factors : weights;
   const Tensor value = for_query_heads(x.value, x).to(weights.scalar_type());
   // Nothing reaches a row that keeps nothing, nor comes back from its gradient.
   const Tensor out = product_of_kept(used, keep, value).where(keep.any(-1, true), 0.0);

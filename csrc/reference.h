@@ -1,6 +1,6 @@
 #pragma once
 
-#include "arguments.h"
+#include "operands.h"
 
 // Attention as it is defined (docs/design.md, section 1), in ordinary ATen operations: what the
 // tests compare with, what runs where there is no fused kernel, and what autograd differentiates
@@ -27,9 +27,19 @@ at::ScalarType accumulate_type(const Tensor& x);
 /// weights · value, in which a value that is not finite reaches only the rows that keep its key.
 Tensor product_of_kept(const Tensor& weights, const Tensor& keep, const Tensor& value);
 
-Softmax softmax(const Call& call);
+/// softcap(scale · query keyᵀ), (batch.., Hq, M, N).
+Tensor capped_products(const Operands& x);
 
-/// output and logsumexp; seed (int64, the batch dimensions) is used if dropout_p > 0.
-std::tuple<Tensor, Tensor> attention(const Call& call, const OptionalTensor& seed);
+/// |i + query_offset - j|, (M, N).
+Tensor distances(const Operands& x);
+
+Softmax softmax(const Operands& x);
+
+/// What dropout multiplies the weights with, 0 or 1 / (1 - p), (batch.., Hq, M, N); undefined
+/// without dropout.
+Tensor dropout_factors(const Operands& x);
+
+/// output and logsumexp
+TensorTuple<2> attention(const Operands& x);
 
 }  // namespace qkv::reference

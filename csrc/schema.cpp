@@ -42,28 +42,31 @@ TORCH_LIBRARY(qkv, m) {
   const std::vector<at::Tag> internal = {at::Tag::pt2_compliant_tag,
                                          at::Tag::needs_exact_strides};
 
-  m.def("_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
-        "Tensor? key_mask, float scale, SymInt[] band) -> (Tensor output, Tensor logsumexp)",
-        internal);
+  const std::string operands =
+      "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, "
+      "Tensor? sinks, Tensor? key_mask, Tensor? dropout_seed, float scale, float softcap, "
+      "float dropout_p, SymInt[] band";
 
-  m.def("_attention_backward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
-        "Tensor? key_mask, float scale, SymInt[] band, Tensor grad_output, "
-        "Tensor? grad_logsumexp, Tensor output, Tensor logsumexp, bool[4] needs) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)",
-        internal);
+  const auto define = [&](const std::string& name, const std::string& rest) {
+    m.def((name + '(' + operands + rest).c_str(), internal);
+  };
 
-  m.def("_attention_jvp(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
-        "Tensor? key_mask, float scale, SymInt[] band, Tensor? query_t, Tensor? key_t, "
-        "Tensor? value_t, Tensor? attn_mask_t) -> (Tensor output_t, Tensor logsumexp_t)",
-        internal);
+  define("_attention_forward", ") -> (Tensor output, Tensor logsumexp)");
 
-  m.def("_attention_backward_backward(Tensor query, Tensor key, Tensor value, "
-        "Tensor? attn_mask, Tensor? key_mask, float scale, SymInt[] band, Tensor grad_output, "
+  define("_attention_backward", ", Tensor grad_output, Tensor? grad_logsumexp, "
+        "Tensor output, Tensor logsumexp, bool[6] needs) -> (Tensor grad_query, Tensor grad_key, "
+        "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
+
+  define("_attention_jvp", ", Tensor? query_t, Tensor? key_t, Tensor? value_t, "
+        "Tensor? attn_mask_t, Tensor? alibi_slopes_t, Tensor? sinks_t) "
+        "-> (Tensor output_t, Tensor logsumexp_t)");
+
+  define("_attention_backward_backward", ", Tensor grad_output, "
         "Tensor? grad_logsumexp, Tensor? grad_grad_query, Tensor? grad_grad_key, "
-        "Tensor? grad_grad_value, Tensor? grad_grad_attn_mask, bool[6] needs) "
-        "-> (Tensor grad_grad_output, Tensor grad_grad_logsumexp, Tensor grad_query, "
-        "Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)",
-        internal);
+        "Tensor? grad_grad_value, Tensor? grad_grad_attn_mask, Tensor? grad_grad_alibi_slopes, "
+        "Tensor? grad_grad_sinks, bool[8] needs) -> (Tensor grad_grad_output, "
+        "Tensor grad_grad_logsumexp, Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+        "Tensor grad_attn_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
 }
 
 // clang-format on

@@ -17,8 +17,8 @@ namespace qkv::autograd {
 namespace {
 
 struct QkvAttentionBackwardBackward : OperandsNode<QkvAttentionBackwardBackward> {
-  static constexpr size_t kSavedTensors = kOperandTensors + 2;  // grad_out, grad_lse
-  static constexpr size_t kGradients = 6;  // grad_out, grad_lse, query, key, value, attn_mask
+  static constexpr size_t kSavedTensors = Operands::kTensors + 2;     // grad_out, grad_lse
+  static constexpr size_t kGradients = Operands::kDifferentiable + 2;  // grad_out, grad_lse first
   static constexpr bool kSavesOutputs = false;
 
   std::string name() const override { return "QkvAttentionBackwardBackward"; }
@@ -26,80 +26,67 @@ struct QkvAttentionBackwardBackward : OperandsNode<QkvAttentionBackwardBackward>
   static variable_list gradients(const variable_list& grads, const Operands& x,
                                  const std::vector<Tensor>& others,
                                  const std::vector<bool>& needs) {
-    const auto optional = [](const Tensor& t) {
-      return t.defined() ? OptionalTensor(t) : std::nullopt;
-    };
-    const auto [grad_out, grad_lse, grad_query, grad_key, grad_value, grad_mask] =
-        attention_backward_backward_op()(
-            x, others[0], optional(others[1]), optional(grads[0]), optional(grads[1]),
-            optional(grads[2]), optional(grads[3]),
-            {needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]});
-    variable_list result{grad_out, grad_lse, grad_query, grad_key, grad_value, grad_mask};
-    for (size_t i = 0; i < result.size(); ++i) {
-      if (!needs[i]) result[i] = Tensor();
-    }
-    return result;
+    std::array<bool, kGradients> needed;
+    std::copy(needs.begin(), needs.end(), needed.begin());
+    return only_needed(as_array(attention_backward_backward_op()(
+                           x, others[0], optional(others[1]), optional(grads[0]),
+                           optional(grads[1]), optional(grads[2]), optional(grads[3]),
+                           optional(grads[4]), optional(grads[5]), needed)),
+                       needs);
   }
 };
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-void add(OptionalTensor& sum, const Tensor& x) { sum = sum ? sum->add(x) : x; }
-
-/// Tangents of the four gradients.
-std::array<OptionalTensor, 4> tangents(const Operands& x, const Tensor& grad_out,
-                                       const OptionalTensor& grad_lse, const Tensor& out,
-                                       const Tensor& lse, std::array<bool, 4> needs) {
-  std::array<OptionalTensor, 4> result;
-  const auto take = [&](const Gradients& grads) {
-    const Tensor all[] = {std::get<0>(grads), std::get<1>(grads), std::get<2>(grads),
-                          std::get<3>(grads)};
-    for (size_t i = 0; i < 4; ++i) {
-      if (needs[i]) add(result[i], all[i]);
-    }
+/// Tangents of the gradients.
+Tangents gradient_tangents(const Operands& x, const Tensor& grad_out,
+                           const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
+                           Needs needs) {
+  Tangents result;
+  const auto add = [&](size_t i, const Tensor& t) {
+    if (needs[i]) result[i] = result[i] ? result[i]->add(t) : t;
   };
-  const OperandTangents t(x);
-  if (t.any()) {
-    const auto [grad_grad_out, grad_grad_lse, query_t, key_t, value_t, mask_t] =
-        attention_backward_backward_op()(primal(x), primal(grad_out), primal(grad_lse), t.query,
-                                         t.key, t.value, t.attn_mask,
-                                         {false, false, needs[0], needs[1], needs[2], needs[3]});
-    take({query_t, key_t, value_t, mask_t});
+  const Tangents t = tangents(x);
+  if (any(t)) {
+    const auto moved = as_array(attention_backward_backward_op()(
+        primal(x), primal(grad_out), primal(grad_lse), t[0], t[1], t[2], t[3], t[4], t[5],
+        {false, false, needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]}));
+    for (size_t i = 0; i < needs.size(); ++i) add(i, moved[i + 2]);
   }
   const OptionalTensor grad_out_t = tangent(grad_out), grad_lse_t = tangent(grad_lse);
   if (grad_out_t || grad_lse_t) {
     const Tensor moved_out = grad_out_t ? *grad_out_t : at::zeros_like(primal(grad_out));
-    take(
+    const auto moved = as_array(
         attention_backward_op()(primal(x), moved_out, grad_lse_t, primal(out), primal(lse), needs));
+    for (size_t i = 0; i < needs.size(); ++i) add(i, moved[i]);
   }
   return result;
 }
 
-Gradients attention_backward(c10::DispatchKeySet keys, const Operands& x, const Tensor& grad_out,
-                             const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
-                             std::array<bool, 4> needs) {
+TensorTuple<6> attention_backward(c10::DispatchKeySet keys, const Operands& x,
+                                  const Tensor& grad_out, const OptionalTensor& grad_lse,
+                                  const Tensor& out, const Tensor& lse, Needs needs) {
   using namespace torch::autograd;
   NodePointer<QkvAttentionBackwardBackward> node;
-  const Tensor mask = x.attn_mask.value_or(Tensor()), lse_grad = grad_lse.value_or(Tensor());
-  if (compute_requires_grad(grad_out, lse_grad, x.query, x.key, x.value, mask)) {
+  variable_list inputs = variables(x);
+  inputs.insert(inputs.begin(), {grad_out, grad_lse.value_or(Tensor())});
+  if (compute_requires_grad(at::TensorList(inputs))) {
     node = make_node<QkvAttentionBackwardBackward>();
-    node->set_next_edges(collect_next_edges(grad_out, lse_grad, x.query, x.key, x.value, mask));
+    node->set_next_edges(collect_next_edges(at::TensorList(inputs)));
     node->save_operands(x);
     node->save(grad_out, /*is_output=*/false);
     node->save(grad_lse, /*is_output=*/false);
   }
-  std::array<Tensor, 4> grads;
+  Gradients grads;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(grads[0], grads[1], grads[2], grads[3]) = attention_backward_op().redispatch(
-        keys & c10::after_autograd_keyset, x, grad_out, grad_lse, out, lse, needs);
+    grads = as_array(attention_backward_op().redispatch(keys & c10::after_autograd_keyset, x,
+                                                        grad_out, grad_lse, out, lse, needs));
   }
-  if (node) set_history({grads[0], grads[1], grads[2], grads[3]}, node);
-  const auto moved = tangents(x, grad_out, grad_lse, out, lse, needs);
-  for (size_t i = 0; i < 4; ++i) {
+  if (node) set_history(variable_list(grads.begin(), grads.end()), node);
+  const Tangents moved = gradient_tangents(x, grad_out, grad_lse, out, lse, needs);
+  for (size_t i = 0; i < grads.size(); ++i) {
     if (moved[i]) grads[i]._set_fw_grad(*moved[i], /*level=*/0, /*is_inplace_op=*/false);
   }
-  return {grads[0], grads[1], grads[2], grads[3]};
+  return std::tuple_cat(grads);
 }
 
 TORCH_LIBRARY_IMPL(qkv, Autograd, m) { m.impl("_attention_backward", flat<&attention_backward>); }

@@ -11,8 +11,8 @@ namespace qkv::autograd {
 namespace {
 
 struct QkvAttentionBackward : OperandsNode<QkvAttentionBackward> {
-  static constexpr size_t kSavedTensors = kOperandTensors + 2;  // output, logsumexp
-  static constexpr size_t kGradients = 4;                       // query, key, value, attn_mask
+  static constexpr size_t kSavedTensors = Operands::kTensors + 2;  // output, logsumexp
+  static constexpr size_t kGradients = Operands::kDifferentiable;
   static constexpr bool kSavesOutputs = true;
 
   std::string name() const override { return "QkvAttentionBackward"; }
@@ -22,24 +22,21 @@ struct QkvAttentionBackward : OperandsNode<QkvAttentionBackward> {
                                  const std::vector<bool>& needs) {
     const Tensor &out = outputs[0], &lse = outputs[1];
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(out);
-    const OptionalTensor grad_lse = grads[1].defined() ? OptionalTensor(grads[1]) : std::nullopt;
-    const auto [grad_query, grad_key, grad_value, grad_mask] = attention_backward_op()(
-        x, grad_out, grad_lse, out, lse, {needs[0], needs[1], needs[2], needs[3]});
-    variable_list result{grad_query, grad_key, grad_value, grad_mask};
-    for (size_t i = 0; i < result.size(); ++i) {
-      if (!needs[i]) result[i] = Tensor();
-    }
-    return result;
+    Needs needed;
+    std::copy(needs.begin(), needs.end(), needed.begin());
+    return only_needed(
+        as_array(attention_backward_op()(x, grad_out, optional(grads[1]), out, lse, needed)),
+        needs);
   }
 };
 
-std::tuple<Tensor, Tensor> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
+TensorTuple<2> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
   using namespace torch::autograd;
   NodePointer<QkvAttentionBackward> node;
-  const Tensor mask = x.attn_mask.value_or(Tensor());
-  if (compute_requires_grad(x.query, x.key, x.value, mask)) {
+  const variable_list inputs = variables(x);
+  if (compute_requires_grad(at::TensorList(inputs))) {
     node = make_node<QkvAttentionBackward>();
-    node->set_next_edges(collect_next_edges(x.query, x.key, x.value, mask));
+    node->set_next_edges(collect_next_edges(at::TensorList(inputs)));
     node->save_operands(x);
   }
   Tensor out, lse;
@@ -52,9 +49,9 @@ std::tuple<Tensor, Tensor> attention_forward(c10::DispatchKeySet keys, const Ope
     node->save(out, /*is_output=*/true);
     node->save(lse, /*is_output=*/true);
   }
-  const OperandTangents t(x);
-  if (t.any()) {
-    const auto [out_t, lse_t] = attention_jvp_op()(primal(x), t.query, t.key, t.value, t.attn_mask);
+  const Tangents t = tangents(x);
+  if (any(t)) {
+    const auto [out_t, lse_t] = attention_jvp_op()(primal(x), t[0], t[1], t[2], t[3], t[4], t[5]);
     out._set_fw_grad(out_t, /*level=*/0, /*is_inplace_op=*/false);
     lse._set_fw_grad(lse_t, /*level=*/0, /*is_inplace_op=*/false);
   }

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -21,6 +22,20 @@ namespace qkv::autograd {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
+inline OptionalTensor optional(const Tensor& x) {
+  return x.defined() ? OptionalTensor(x) : std::nullopt;
+}
+
+/// The gradients that an operator gave; undefined where none is needed.
+template <size_t n>
+variable_list only_needed(const std::array<Tensor, n>& grads, const std::vector<bool>& needs) {
+  variable_list result(grads.begin(), grads.end());
+  for (size_t i = 0; i < n; ++i) {
+    if (!needs[i]) result[i] = Tensor();
+  }
+  return result;
+}
+
 /// A node that saves tensors, the operands first, and computes its gradients by a pure function of
 /// them, Derived::gradients. Purity is what lets compiled autograd trace it.
 ///
@@ -32,19 +47,16 @@ using torch::autograd::variable_list;
 template <class Derived>
 class OperandsNode : public Node {
  public:
-  static constexpr size_t kOperandTensors = 5;
-
   void save_operands(const Operands& x) {
-    for (const Tensor& t : {x.query, x.key, x.value}) saved_.emplace_back(t, false);
-    for (const OptionalTensor& t : {x.attn_mask, x.key_mask}) saved_.emplace_back(t, false);
-    scale_ = x.scale;
+    for (const OptionalTensor& t : x.tensors()) saved_.emplace_back(t, false);
+    scalars_ = {x.scale, x.softcap, x.dropout_p};
     band_ = x.band;
   }
   void save(const OptionalTensor& x, bool is_output) { saved_.emplace_back(x, is_output); }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    return compute(grads, unpacked(), scale_, band_, needs());
+    return compute(grads, unpacked(), scalars_, band_, needs());
   }
 
   void release_variables() override {
@@ -54,7 +66,7 @@ class OperandsNode : public Node {
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     for (size_t i = 0; i < saved_.size(); ++i) args.collect(saved_[i], is_output(i));
-    args.collect(scale_);
+    for (const double scalar : scalars_) args.collect(scalar);
     args.collect(band_);
   }
 
@@ -62,11 +74,11 @@ class OperandsNode : public Node {
                                  torch::dynamo::autograd::SwapSavedVariables& saved) override {
     using namespace torch::dynamo::autograd;
     for (SavedVariable& x : saved_) saved.before(x);
-    saved.before(scale_);
+    for (double& scalar : scalars_) saved.before(scalar);
     saved.before(band_);
     PackedArgs packed;
     packed.pack(unpacked());
-    packed.pack(scale_);
+    packed.pack(scalars_);
     packed.pack(band_);
     packed.pack(needs());
     const auto arguments = std::move(packed).vec();
@@ -82,7 +94,7 @@ class OperandsNode : public Node {
     auto result = compiler->call_function(saved.get_py_compiler(), "apply_functional", function,
                                           grads, arguments, metadata);
     for (SavedVariable& x : saved_) saved.after(x);
-    saved.after(scale_);
+    for (double& scalar : scalars_) saved.after(scalar);
     saved.after(band_);
     return result;
   }
@@ -107,31 +119,39 @@ class OperandsNode : public Node {
   }
 
   static variable_list compute(const variable_list& grads, const std::vector<Tensor>& saved,
-                               double scale, const std::vector<c10::SymInt>& band,
+                               const std::vector<double>& scalars,
+                               const std::vector<c10::SymInt>& band,
                                const std::vector<bool>& needs) {
     bool any_gradient = false;
     for (const Tensor& grad : grads) any_gradient |= grad.defined();
     if (!any_gradient) return variable_list(Derived::kGradients);
-    const auto optional = [](const Tensor& x) {
-      return x.defined() ? OptionalTensor(x) : std::nullopt;
-    };
-    const Operands x{saved[0],           saved[1], saved[2], optional(saved[3]),
-                     optional(saved[4]), scale,    band};
-    return Derived::gradients(grads, x, {saved.begin() + kOperandTensors, saved.end()}, needs);
+    const Operands x{saved[0],
+                     saved[1],
+                     saved[2],
+                     optional(saved[3]),
+                     optional(saved[4]),
+                     optional(saved[5]),
+                     optional(saved[6]),
+                     optional(saved[7]),
+                     scalars[0],
+                     scalars[1],
+                     scalars[2],
+                     band};
+    return Derived::gradients(grads, x, {saved.begin() + Operands::kTensors, saved.end()}, needs);
   }
 
   static variable_list compute_packed(const variable_list& grads,
                                       const std::vector<c10::IValue>& arguments) {
     torch::dynamo::autograd::PackedArgs packed(arguments);
     const auto saved = packed.unpack<std::vector<Tensor>>();
-    const auto scale = packed.unpack<double>();
+    const auto scalars = packed.unpack<std::vector<double>>();
     const auto band = packed.unpack<std::vector<c10::SymInt>>();
     const auto needs = packed.unpack<std::vector<bool>>();
-    return compute(grads, saved, scale, band, needs);
+    return compute(grads, saved, scalars, band, needs);
   }
 
   std::vector<SavedVariable> saved_;
-  double scale_ = 1.0;
+  std::vector<double> scalars_;  // scale, softcap, dropout_p
   std::vector<c10::SymInt> band_;
 };
 
@@ -149,21 +169,30 @@ inline OptionalTensor primal(const OptionalTensor& x) {
 }
 
 inline Operands primal(const Operands& x) {
-  return {primal(x.query),    primal(x.key), primal(x.value), primal(x.attn_mask),
-          primal(x.key_mask), x.scale,       x.band};
+  auto tensors = x.tensors();
+  for (OptionalTensor& t : tensors) t = primal(t);
+  return x.with(tensors);
 }
 
-/// The tangents of the operands that are differentiable.
-struct OperandTangents {
-  OptionalTensor query, key, value, attn_mask;
+inline Tangents tangents(const Operands& x) {
+  const auto tensors = x.tensors();
+  Tangents result;
+  for (size_t i = 0; i < result.size(); ++i) result[i] = tangent(tensors[i]);
+  return result;
+}
 
-  explicit OperandTangents(const Operands& x)
-      : query(tangent(x.query)),
-        key(tangent(x.key)),
-        value(tangent(x.value)),
-        attn_mask(tangent(x.attn_mask)) {}
+inline bool any(const Tangents& x) {
+  return std::any_of(x.begin(), x.end(), [](const OptionalTensor& t) { return t.has_value(); });
+}
 
-  bool any() const { return query || key || value || attn_mask; }
-};
+/// The differentiable operands as autograd's functions take them.
+inline variable_list variables(const Operands& x) {
+  const auto tensors = x.tensors();
+  variable_list result;
+  for (size_t i = 0; i < Operands::kDifferentiable; ++i) {
+    result.push_back(tensors[i].value_or(Tensor()));
+  }
+  return result;
+}
 
 }  // namespace qkv::autograd

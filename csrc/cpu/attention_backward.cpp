@@ -1,7 +1,7 @@
-// _attention_backward on CPU: tensors to Params; one parallel loop over splits of the keys, one to
-// sum their parts of grad_query, one for the mask's gradient.
+// _attention_backward on CPU: tensors to Params; parallel loops over splits of the keys, to sum
+// their parts of grad_query, for the mask's gradient and for what heads have one number of.
 
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "cpu/kernels.h"
@@ -44,10 +44,42 @@ void run_splits(kernels::BackwardParams<T>& params) {
   }
 }
 
+/// The gradients of alibi_slopes and sinks: per head by a kernel, then summed over the batch in
+/// order (sums of ATen depend on the number of threads).
+template <class T>
+void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
+               const Gradients& grads, const Needs& needs) {
+  const kernels::Problem<T>& p = backward.problem;
+  const auto of_heads = [&](bool needed) {
+    return std::vector<double>(needed ? p.batch * p.query_heads : 0);
+  };
+  std::vector<double> slopes = of_heads(needs[4]), sinks = of_heads(needs[5]);
+  kernels::HeadGradientParams<T> params{backward, needs[4] ? slopes.data() : nullptr,
+                                        needs[5] ? sinks.data() : nullptr};
+  for_each_unit(p.batch * p.query_heads, 0, [&](int64_t unit, void*) {
+    kernels_for<T>().head_gradient(params, unit);
+  });
+
+  auto sizes = x.query.sizes().vec();
+  sizes.resize(sizes.size() - 2);
+  const auto sum = [&](const std::vector<double>& of_heads, const Tensor& grad) {
+    const Tensor total = at::zeros(grad.sizes(), grad.options().dtype(at::kDouble));
+    const auto strides = total.expand(sizes).strides();
+    for (size_t unit = 0; unit < of_heads.size(); ++unit) {
+      auto left = static_cast<int64_t>(unit);
+      int64_t offset = 0;
+      for (size_t d = sizes.size(); d-- > 0; left /= sizes[d]) offset += left % sizes[d] * strides[d];
+      total.mutable_data_ptr<double>()[offset] += of_heads[unit];
+    }
+    grad.copy_(total);
+  };
+  if (needs[4]) sum(slopes, grads[4]);
+  if (needs[5]) sum(sinks, grads[5]);
+}
+
 template <class T>
 void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
-         const Tensor& out, const Tensor& lse, const std::array<Tensor, 4>& grads,
-         std::array<bool, 4> needs) {
+         const Tensor& out, const Tensor& lse, const Gradients& grads, const Needs& needs) {
   kernels::MaskGradientParams<T> params{};
   kernels::BackwardParams<T>& backward = params.backward;
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
@@ -62,43 +94,45 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   backward.lse = static_cast<const T*>(lse.const_data_ptr());
   backward.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
   backward.splits = number_of_splits(backward.problem.keys);
+  const auto slope_gradient = c10::GetCPUAllocator()->allocate(
+      needs[4] ? backward.splits * lse.numel() * sizeof(T) : 0);
+  backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
 
-  if (needs[0] || needs[1] || needs[2]) run_splits(backward);
+  if (needs[0] || needs[1] || needs[2] || needs[4]) run_splits(backward);
   if (needs[3]) {
     const auto& kernels = kernels_for<T>();
     for_each_unit(
         kernels.mask_gradient_units(params), kernels.mask_gradient_scratch_bytes(params),
         [&](int64_t unit, void* scratch) { kernels.mask_gradient(params, unit, scratch); });
   }
+  if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Operands& operands,
-                                                              const Tensor& grad_out,
-                                                              const OptionalTensor& grad_lse,
-                                                              const Tensor& out, const Tensor& lse,
-                                                              std::array<bool, 4> needs) {
-  const auto results = empty_gradients(operands, needs);
+TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_out,
+                                  const OptionalTensor& grad_lse, const Tensor& out,
+                                  const Tensor& lse, Needs needs) {
+  const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
-  if (nothing_attends) {
+  if (nothing_attends && !(needs[5] && lse.numel() > 0)) {
     for (const Tensor& grad : results) grad.zero_();
-    return {results[0], results[1], results[2], results[3]};
+    return std::tuple_cat(results);
   }
 
-  // The mask's gradient is summed in memory, and in the numbers that all sums are taken in.
-  auto grads = results;
-  if (needs[3] && grads[3].scalar_type() != lse.scalar_type()) {
-    grads[3] = at::empty_like(grads[3], grads[3].options().dtype(lse.scalar_type()));
-  }
+  // Gradients are summed in memory in the numbers that all sums are taken in, and rounded once.
+  const auto real = lse.scalar_type();
+  Gradients grads;
+  for (size_t i = 0; i < grads.size(); ++i) grads[i] = writable(results[i], real);
   if (needs[3]) grads[3].zero_();
 
-  const Operands x = with_unit_columns(operands);
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = grad_lse->contiguous();
-  const auto run_in = lse.scalar_type() == at::kDouble ? &run<double> : &run<float>;
-  run_in(x, with_unit_columns(grad_out), dense_grad_lse, with_unit_columns(out), lse.contiguous(),
-         grads, needs);
-  if (needs[3] && !grads[3].is_same(results[3])) results[3].copy_(grads[3]);
-  return {results[0], results[1], results[2], results[3]};
+  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  run_in(readable(operands, real), readable(grad_out, real), dense_grad_lse, readable(out, real),
+         lse.contiguous(), grads, needs);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!grads[i].is_same(results[i])) results[i].copy_(grads[i]);
+  }
+  return std::tuple_cat(results);
 }
 
 TORCH_LIBRARY_IMPL(qkv, CPU, m) { m.impl("_attention_backward", flat<&attention_backward>); }

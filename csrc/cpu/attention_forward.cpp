@@ -14,7 +14,7 @@ namespace qkv::cpu {
 namespace {
 
 template <class T>
-void run(const Operands& x, Tensor& out, Tensor& lse) {
+void run(const Operands& x, const Tensor& out, const Tensor& lse) {
   kernels::ForwardParams<T> params{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(params.problem, x, batch);
@@ -27,15 +27,18 @@ void run(const Operands& x, Tensor& out, Tensor& lse) {
                 [&](int64_t unit, void* scratch) { kernels.forward(params, unit, scratch); });
 }
 
-std::tuple<Tensor, Tensor> attention_forward(const Operands& operands) {
-  const Operands x = with_unit_columns(operands);
+TensorTuple<2> attention_forward(const Operands& operands) {
   auto [out, lse] = empty_forward_results(operands);
   if (lse.numel() == 0) return {out, lse};
-  if (x.query.scalar_type() == at::kDouble) {
-    run<double>(x, out, lse);
+  const auto real = lse.scalar_type();
+  const Operands x = readable(operands, real);
+  const Tensor real_out = writable(out, real);
+  if (real == at::kDouble) {
+    run<double>(x, real_out, lse);
   } else {
-    run<float>(x, out, lse);
+    run<float>(x, real_out, lse);
   }
+  if (!real_out.is_same(out)) out.copy_(real_out);
   return {out, lse};
 }
 

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <limits>
+
 namespace qkv::cpu {
 
 namespace {
@@ -14,6 +16,10 @@ kernels::MaskType mask_type(const Tensor& mask) {
       return kernels::MaskType::kFloat32;
     case at::kDouble:
       return kernels::MaskType::kFloat64;
+    case at::kBFloat16:
+      return kernels::MaskType::kBFloat16;
+    case at::kHalf:
+      return kernels::MaskType::kFloat16;
     default:
       TORCH_INTERNAL_ASSERT(false, "no kernel reads an attn_mask of ", mask.scalar_type());
   }
@@ -63,6 +69,19 @@ void BatchDimensions::merge() {
   sizes_ = std::move(sizes);
 }
 
+namespace {
+
+/// (batch.., Hq), or nothing
+template <class T>
+void describe(kernels::HeadNumbers<T>& numbers, const OptionalTensor& x, BatchDimensions& batch) {
+  if (!x) return;
+  numbers.data = static_cast<const T*>(x->const_data_ptr());
+  numbers.head_stride = broadcast_stride(*x, 1);
+  batch.add(*x, 1, numbers.batch_stride);
+}
+
+}  // namespace
+
 template <class T>
 void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& batch) {
   problem.query_heads = x.query.size(-3);
@@ -72,6 +91,9 @@ void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& 
   problem.head_dim = x.query.size(-1);
   problem.value_dim = x.value.size(-1);
   problem.scale = static_cast<T>(x.scale);
+  // A softcap too small for T caps as much as the smallest there is.
+  problem.softcap =
+      x.softcap == 0.0 ? T(0) : std::max(static_cast<T>(x.softcap), std::numeric_limits<T>::min());
   problem.band = {std::max<int64_t>(clamped(x.band[0]), -1),
                   std::max<int64_t>(clamped(x.band[1]), -1), clamped(x.band[2])};
   describe(problem.query, x.query, batch);
@@ -86,6 +108,13 @@ void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& 
     problem.attn_mask.row_stride = broadcast_stride(mask, 2);
     problem.attn_mask.column_stride = broadcast_stride(mask, 1);
     batch.add(mask, 3, problem.attn_mask.batch_stride);
+  }
+  describe(problem.alibi_slopes, x.alibi_slopes, batch);
+  describe(problem.sinks, x.sinks, batch);
+  if (x.dropout_p > 0.0) {
+    problem.dropout.threshold = static_cast<uint32_t>(dropout_threshold(x.dropout_p));
+    problem.dropout.seed = static_cast<const int64_t*>(x.dropout_seed->const_data_ptr());
+    batch.add(*x.dropout_seed, 0, problem.dropout.batch_stride);
   }
   if (x.key_mask) {
     problem.key_mask.data = static_cast<const uint8_t*>(x.key_mask->const_data_ptr());

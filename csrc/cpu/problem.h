@@ -1,6 +1,6 @@
 #pragma once
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <vector>
@@ -12,16 +12,40 @@
 
 namespace qkv::cpu {
 
-/// x, or a copy if its last dimension is strided: the one thing the kernels cannot read in place.
+/// x, or a copy if its last dimension is strided, which the kernels cannot read in place.
 inline Tensor with_unit_columns(const Tensor& x) {
   return x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous();
 }
 
-inline Operands with_unit_columns(Operands x) {
-  x.query = with_unit_columns(x.query);
-  x.key = with_unit_columns(x.key);
-  x.value = with_unit_columns(x.value);
+/// x in another dtype; dimensions in which it is broadcast still are.
+inline Tensor converted(const Tensor& x, at::ScalarType type) {
+  if (x.scalar_type() == type) return x;
+  Tensor once = x;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (x.stride(d) == 0 && x.size(d) > 1) once = once.narrow(d, 0, 1);
+  }
+  return once.to(type).expand(x.sizes());
+}
+
+/// A tensor as the kernels read it: bfloat16 and float16 as float32, each row in one piece.
+inline Tensor readable(const Tensor& x, at::ScalarType real) {
+  return with_unit_columns(converted(x, real));
+}
+
+/// Masks are read as they are.
+inline Operands readable(Operands x, at::ScalarType real) {
+  x.query = readable(x.query, real);
+  x.key = readable(x.key, real);
+  x.value = readable(x.value, real);
+  if (x.alibi_slopes) x.alibi_slopes = x.alibi_slopes->to(real);
+  if (x.sinks) x.sinks = x.sinks->to(real);
   return x;
+}
+
+/// Where kernels write what goes to `result`: itself, if it has the kernels' dtype.
+inline Tensor writable(const Tensor& result, at::ScalarType real) {
+  return result.scalar_type() == real ? result
+                                      : at::empty_like(result, result.options().dtype(real));
 }
 
 /// The batch dimensions of all tensors of one call. Neighbours that step alike in every tensor

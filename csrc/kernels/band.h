@@ -44,4 +44,7 @@ inline KeyRange keys_of_all(const Band& band, int64_t first, int64_t last, int64
   return {keys_of_query(band, last, keys).begin, keys_of_query(band, first, keys).end};
 }
 
+/// Blocks of keys begin at multiples of 8: masks and random numbers come in groups of 8 keys.
+inline int64_t first_of_eight(int64_t key) { return key - key % 8; }
+
 }  // namespace qkv::kernels::QKV_ISA

@@ -23,7 +23,7 @@ struct Operand {
   int64_t column_stride;
 };
 
-enum class MaskType : int32_t { kNone, kBool, kFloat32, kFloat64 };
+enum class MaskType : int32_t { kNone, kBool, kFloat32, kFloat64, kBFloat16, kFloat16 };
 
 /// attn_mask (batch.., Hq, M, N): stride 0 wherever it is broadcast.
 struct Mask {
@@ -40,6 +40,21 @@ struct KeyMask {
   const uint8_t* data;
   int64_t batch_stride[kMaxBatchRank];
   int64_t column_stride;
+};
+
+/// One number for each (batch.., head). data is nullptr when it is not given.
+template <class T>
+struct HeadNumbers {
+  const T* data;
+  int64_t batch_stride[kMaxBatchRank];
+  int64_t head_stride;
+};
+
+/// A weight is dropped if its 16 random bits, as a number, are below threshold (philox.h).
+struct Dropout {
+  uint32_t threshold;   // probability · 2^16; 0: nothing is dropped
+  const int64_t* seed;  // (batch..)
+  int64_t batch_stride[kMaxBatchRank];
 };
 
 /// Query i stands at p = i + offset and may see the keys p - left <= j <= p + right.
@@ -62,12 +77,16 @@ struct Problem {
   int64_t head_dim;
   int64_t value_dim;
   T scale;
+  T softcap;  // 0: none
   Band band;
   Operand<const T> query;
   Operand<const T> key;
   Operand<const T> value;
   Mask attn_mask;
   KeyMask key_mask;
+  HeadNumbers<T> alibi_slopes;
+  HeadNumbers<T> sinks;
+  Dropout dropout;
 };
 
 template <class T>
@@ -92,6 +111,8 @@ struct BackwardParams {
   // of grad_query in partial[head in this wave][split][row][D], summed afterwards in order.
   int64_t splits;
   T* partial_grad_query;  // nullptr when splits == 1
+  // Each row's share of the gradient of its head's slope, [split][B][Hq][M], or nullptr.
+  T* slope_gradient_of_rows;
 };
 
 /// The gradient of a float attn_mask, summed over the dimensions in which the mask is broadcast:
@@ -100,6 +121,14 @@ template <class T>
 struct MaskGradientParams {
   BackwardParams<T> backward;
   Operand<T> grad_mask;
+};
+
+/// The gradients of alibi_slopes and sinks before they are summed over the batch, (B, Hq) each.
+template <class T>
+struct HeadGradientParams {
+  BackwardParams<T> backward;
+  double* grad_slopes;  // or nullptr
+  double* grad_sinks;   // or nullptr
 };
 
 }  // namespace qkv::kernels

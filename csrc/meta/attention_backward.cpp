@@ -8,11 +8,10 @@ namespace qkv {
 
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Operands& x, const Tensor& /*grad_out*/, const OptionalTensor& /*grad_lse*/,
-    const Tensor& /*out*/, const Tensor& /*lse*/, std::array<bool, 4> needs) {
-  const auto [grad_query, grad_key, grad_value, grad_mask] = empty_gradients(x, needs);
-  return {grad_query, grad_key, grad_value, grad_mask};
+TensorTuple<6> attention_backward(const Operands& x, const Tensor& /*grad_out*/,
+                                  const OptionalTensor& /*grad_lse*/, const Tensor& /*out*/,
+                                  const Tensor& /*lse*/, Needs needs) {
+  return std::tuple_cat(empty_gradients(x, needs));
 }
 
 TORCH_LIBRARY_IMPL(qkv, Meta, m) { m.impl("_attention_backward", flat<&attention_backward>); }

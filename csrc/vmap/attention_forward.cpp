@@ -6,7 +6,7 @@ namespace qkv::vmap {
 
 namespace {
 
-std::tuple<Tensor, Tensor> attention_forward(const Operands& x) {
+TensorTuple<2> attention_forward(const Operands& x) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
   const Level level(x);
   if (!level.any()) return attention_forward_op()(x);

@@ -19,7 +19,8 @@ namespace qkv::vmap {
 class Level {
  public:
   Level(const Operands& x, std::vector<OptionalTensor> others = {}) {
-    others.insert(others.end(), {x.query, x.key, x.value, x.attn_mask, x.key_mask});
+    const auto tensors = x.tensors();
+    others.insert(others.end(), tensors.begin(), tensors.end());
     for (const OptionalTensor& t : others) {
       const auto* batched = t ? at::functorch::maybeGetBatchedImpl(*t) : nullptr;
       if (batched != nullptr) level_ = std::max(level_, batched->level());
@@ -57,16 +58,15 @@ class Level {
     return front;
   }
 
-  /// The operands with one more batch dimension.
-  Operands unwrap(const Operands& x, bool always_map_mask = false) const {
+  /// The operands with one more batch dimension. Each sample has gradients of its own, also of a
+  /// mask (or slopes, or sinks) that all samples share: those that `needs` names are mapped.
+  Operands unwrap(const Operands& x, Needs needs = {}) const {
     const int64_t rank = split(x.query).first.dim() - (maps(x.query) ? 1 : 0);
-    return {in_front(x.query),
-            in_front(x.key),
-            in_front(x.value),
-            in_front_of(rank, x.attn_mask, always_map_mask),
-            in_front_of(rank - 2, x.key_mask),
-            x.scale,
-            x.band};
+    return x.with({in_front(x.query), in_front(x.key), in_front(x.value),
+                   in_front_of(rank, x.attn_mask, needs[3]),
+                   in_front_of(rank - 2, x.alibi_slopes, needs[4]),
+                   in_front_of(rank - 2, x.sinks, needs[5]), in_front_of(rank - 2, x.key_mask),
+                   in_front(x.dropout_seed)});
   }
 
   Tensor wrap(const Tensor& x) const { return at::functorch::makeBatched(x, 0, level_); }

@@ -5,7 +5,7 @@
 
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2), five products a tile:
 //
-//     S = scale · K Qᵀ    dP = V dOᵀ    (P and dS: backward_tile.inc.h)
+//     S = scale · K Qᵀ    dP = V dOᵀ    (to P and dS: backward_tile.inc.h)
 //     dV += P dO          dK += dS (scale · Q)          dQ += scale · dSᵀ K
 //
 //     P, dS  keys [ rows -> ]   x   dO, scaled Q  rows [ D -> ]   =   dV, dK  keys [ D -> ]
@@ -127,6 +127,7 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   set_to_zero(grad_key, (keys.end - keys.begin) * (key_width + value_width));
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
+  alignas(64) T slope_gradient[kRows];
 
   for (int64_t t = 0; t < tiles; ++t) {
     work.tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, t * kRows);
@@ -146,12 +147,17 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
         range.empty() || (all_finite(query_rows, key_width, kRows, key_width) &&
                           all_finite(grad_out_rows, value_width, kRows, value_width));
 
-    for (int64_t n = range.begin; n < range.end; n += kBackwardBlockKeys) {
+    set_to_zero(slope_gradient, kRows);
+    for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
       const int block =
           range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
       const TileState state = work.load_block(n, block);
       if (state == TileState::kEmpty) continue;
       const bool partial = state == TileState::kPartial;
+      if (params.slope_gradient_of_rows != nullptr) {
+        work.add_slope_gradient(n, block, slope_gradient);
+      }
+      if (p.softcap != T(0)) work.through_softcap(state, block);
 
       T* block_grad_key = grad_key + (n - keys.begin) * key_width;
       T* block_grad_value = grad_value + (n - keys.begin) * value_width;
@@ -183,6 +189,10 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
                                                grad_query_t + r, kRows);
         }
       }
+    }
+    if (params.slope_gradient_of_rows != nullptr) {
+      T* of_rows = params.slope_gradient_of_rows + split * p.batch * p.query_heads * p.queries;
+      for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p, r)] = slope_gradient[r];
     }
     if (need_query && params.splits == 1) {
       tile.unpack_transposed(grad_query_t, p.head_dim, scale_of_row, params.grad_query);

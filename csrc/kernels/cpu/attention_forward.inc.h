@@ -1,16 +1,19 @@
 #pragma once
 
 #include "kernels/band.h"
+#include "kernels/cpu/dropout_tile.inc.h"
 #include "kernels/cpu/mask_tile.inc.h"
 #include "kernels/cpu/math.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/score_tile.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 #include "kernels/online_softmax.h"
 
 // Forward attention for one tile of query rows (FlashAttention-2, arXiv:2307.08691, algorithm 1).
 //
-//     out = softmax(scale · Q Kᵀ + mask) V         lse = log of the sum that the softmax divides by
+//     out = dropout(softmax(softcap(scale · Q Kᵀ) + mask - ALiBi)) V
+//     lse = log of the sum that the softmax divides by, a sink included
 //
 // Everything is kept transposed: the rows of the tile lie in the lanes of vectors, so that maxima
 // and sums over keys are vertical, and K and V are used as they lie in memory.
@@ -18,9 +21,10 @@
 //              rows (lanes) ->                         for each block of kBlockKeys keys:
 //     Qᵀ   D  [ ................ ]  scale folded in
 //                                                       S = K · Qᵀ              [keys][rows]
-//     S  keys [ ................ ]  one block           P = exp(S - max)        in place
+//     S  keys [ ................ ]  one block           softcap, mask, ALiBi    in place
+//                                                       P = exp(S - max)        in place
+//     Oᵀ  Dv  [ ................ ]                      dropout                 in place
 //                                                       Oᵀ += Vᵀ · P            [Dv][rows]
-//     Oᵀ  Dv  [ ................ ]
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -46,7 +50,19 @@ template <class T>
 inline int64_t forward_scratch_bytes(const ForwardParams<T>& params) {
   const Problem<T>& p = params.problem;
   const int64_t numbers = (p.head_dim + p.value_dim + 2 * kForwardBlockKeys) * kForwardRows<T>;
-  return numbers * static_cast<int64_t>(sizeof(T)) + kForwardBlockKeys / 8 * kForwardRows<T>;
+  return numbers * static_cast<int64_t>(sizeof(T)) + 2 * kForwardBlockKeys / 8 * kForwardRows<T>;
+}
+
+/// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was summed
+/// so far.
+template <class T>
+inline T add_sink(T sink, T& max, T& sum) {
+  const T new_max = max > sink ? max : sink;
+  if (new_max == -static_cast<T>(__builtin_inff())) return T(0);
+  const T correction = natural_exp(max - new_max);
+  sum = sum * correction + (sink == new_max ? T(1) : natural_exp(sink - new_max));
+  max = new_max;
+  return correction / sum;
 }
 
 template <class T, int kVectors>
@@ -65,8 +81,11 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
   T* scores = out_t + p.value_dim * kRows;
   T* bias = scores + kForwardBlockKeys * kRows;
   MaskTile<T, kRows> mask{reinterpret_cast<uint8_t*>(bias + kForwardBlockKeys * kRows), bias};
+  uint8_t* stays = mask.bits + kForwardBlockKeys / 8 * kRows;
+  AlibiTile<T, kVectors> alibi;
 
   tile.pack_transposed(p.query, p.head_dim, p.scale, query_t);
+  alibi.load(p, tile);
   for (int64_t x = 0; x < p.value_dim * kRows; x += S::kWidth) S::store(out_t + x, S::zero());
   OnlineSoftmax<Math> softmax[kVectors];
   for (auto& s : softmax) s.clear();
@@ -74,7 +93,9 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
   const T* keys = tile.keys_of_head(p.key);
   const T* values = tile.keys_of_head(p.value);
   const KeyRange range = keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
-  for (int64_t n = range.begin; n < range.end; n += kForwardBlockKeys) {
+  const bool has_bias = mask.has_bias(p), has_alibi = p.alibi_slopes.data != nullptr;
+  const bool changes_scores = p.softcap != T(0) || has_bias || has_alibi;
+  for (int64_t n = first_of_eight(range.begin); n < range.end; n += kForwardBlockKeys) {
     const int block =
         range.end - n < kForwardBlockKeys ? static_cast<int>(range.end - n) : kForwardBlockKeys;
     const TileState state = mask.load(p, tile, n, block);
@@ -89,9 +110,12 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
           S::store(scores + k * kRows + v * S::kWidth, x);
           block_max[v] = S::maximum(block_max[v], x);
         });
-    if (state == TileState::kPartial || mask.has_bias(p)) {
-      for (auto& m : block_max) m = Math::minus_infinity();
-      apply_mask<T, kVectors>(mask, mask.has_bias(p), state, block, scores, block_max);
+    const int64_t size = static_cast<int64_t>(block) * kRows;
+    if (p.softcap != T(0)) cap_scores<T>(p.softcap, size, scores, nullptr);
+    if (has_bias) add_bias<T>(mask.bias, size, scores);
+    if (has_alibi) alibi.add(n, block, scores);
+    if (changes_scores || state == TileState::kPartial) {
+      keep_scores<T, kVectors>(mask.bits, state, block, scores, block_max);
     }
 
     // P = exp(S - max); what was summed under a smaller maximum shrinks first.
@@ -116,6 +140,11 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
       }
     }
 
+    if (p.dropout.threshold != 0) {
+      load_dropout<kRows>(p.dropout, tile, n, block, stays);
+      drop<T, kVectors>(stays, block, scores);
+    }
+
     // Oᵀ += Vᵀ · P
     const T* block_values = values + n * p.value.row_stride;
     if (state == TileState::kPartial &&
@@ -134,10 +163,15 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
     S::store(max + v * S::kWidth, softmax[v].max);
     S::store(sum + v * S::kWidth, softmax[v].sum);
   }
-  tile.unpack_transposed(out_t, p.value_dim, normaliser, params.out);
+  const T dropout = dropout_scale<T>(p.dropout);
   for (int r = 0; r < tile.rows; ++r) {
+    if (p.sinks.data != nullptr) {
+      normaliser[r] = add_sink(tile.number_of_head(p.sinks, r), max[r], sum[r]);
+    }
+    normaliser[r] *= dropout;
     params.lse[tile.scalar(p, r)] = max[r] + natural_log(sum[r]);
   }
+  tile.unpack_transposed(out_t, p.value_dim, normaliser, params.out);
 }
 
 /// Tiles of a head run from the last to the first: under a causal mask the last ones have most

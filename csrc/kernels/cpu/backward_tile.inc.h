@@ -1,21 +1,24 @@
 #pragma once
 
 #include "kernels/band.h"
+#include "kernels/cpu/dropout_tile.inc.h"
 #include "kernels/cpu/mask_tile.inc.h"
 #include "kernels/cpu/math.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/score_tile.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 
 // P and dS of one tile of rows and one block of keys, recomputed from lse: the common part of the
-// backward kernel and of the mask's gradient.
+// backward kernel and of the mask's gradient. R is what dropout multiplies the weights with.
 //
-//     S = scale · K Qᵀ + mask     P  = exp(S - lse)
-//     dP = V dOᵀ                  dS = P ∘ (dP - delta)     delta_i = <dO_i, O_i> - dLSE_i
+//     S = softcap(scale · K Qᵀ) + mask - ALiBi     P  = exp(S - lse)
+//     dP = R ∘ (V dOᵀ)                             dS = P ∘ (dP - delta)
+//     delta_i = <dO_i, O_i> - dLSE_i
 //
 //              rows (lanes) ->
 //     Qᵀ   D  [ ............ ]
 //     dOᵀ Dv  [ ............ ]
-//     P  keys [ ............ ]   over S
+//     P  keys [ ............ ]   over S, times R
 //     dS keys [ ............ ]   over dP
 
 namespace qkv::kernels::QKV_ISA {
@@ -44,15 +47,19 @@ struct BackwardTile {
   RowTile<kRows> tile;
   T* query_t;     // [D][rows]
   T* grad_out_t;  // [Dv][rows]
-  T* p_tile;      // [keys][rows]
+  T* p_tile;      // [keys][rows], R ∘ P
   T* ds_tile;     // [keys][rows]
+  T* cap_tile;    // [keys][rows], the derivative of the softcap
   MaskTile<T, kRows> mask;
+  uint8_t* stays;  // R != 0
+  AlibiTile<T, kVectors> alibi;
   T* end_of_scratch;
   alignas(64) T lse[kRows];
   alignas(64) T delta[kRows];
 
   static int64_t scratch_numbers(const Problem<T>& p) {
-    return (p.head_dim + p.value_dim + 3 * kBackwardBlockKeys + kBackwardBlockKeys / 8) * kRows;
+    const int64_t tiles = p.softcap != T(0) ? 4 : 3;
+    return (p.head_dim + p.value_dim + tiles * kBackwardBlockKeys + kBackwardBlockKeys / 8) * kRows;
   }
 
   BackwardTile(const BackwardParams<T>& backward, T* scratch)
@@ -62,7 +69,10 @@ struct BackwardTile {
     p_tile = grad_out_t + p.value_dim * kRows;
     ds_tile = p_tile + kBackwardBlockKeys * kRows;
     mask.bias = ds_tile + kBackwardBlockKeys * kRows;
-    mask.bits = reinterpret_cast<uint8_t*>(mask.bias + kBackwardBlockKeys * kRows);
+    cap_tile = mask.bias + kBackwardBlockKeys * kRows;
+    T* end_of_tiles = p.softcap != T(0) ? cap_tile + kBackwardBlockKeys * kRows : cap_tile;
+    mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
+    stays = mask.bits + kBackwardBlockKeys / 8 * kRows;
     end_of_scratch = scratch + scratch_numbers(p);
   }
 
@@ -71,6 +81,7 @@ struct BackwardTile {
   }
 
   void load_rows() {
+    alibi.load(p, tile);
     tile.pack_transposed(p.query, p.head_dim, p.scale, query_t);
     tile.pack_transposed(params.grad_out, p.value_dim, T(1), grad_out_t);
     for (int r = 0; r < kRows; ++r) {
@@ -98,17 +109,44 @@ struct BackwardTile {
       product(keys, p.head_dim, key, p.key.row_stride, query_t + r, p_tile + r);
       product(keys, p.value_dim, value, p.value.row_stride, grad_out_t + r, ds_tile + r);
     }
-    if (mask.has_bias(p)) {
-      for (int64_t x = 0; x < static_cast<int64_t>(keys) * kRows; x += S::kWidth) {
-        S::store(p_tile + x, S::load(p_tile + x) + S::load(mask.bias + x));
-      }
-    }
-    if (state == TileState::kPartial) {
-      softmax_backward<true>(keys);
+    const int64_t size = static_cast<int64_t>(keys) * kRows;
+    if (p.softcap != T(0)) cap_scores<T>(p.softcap, size, p_tile, cap_tile);
+    if (mask.has_bias(p)) add_bias<T>(mask.bias, size, p_tile);
+    if (p.alibi_slopes.data != nullptr) alibi.add(first_key, keys, p_tile);
+    const bool partial = state == TileState::kPartial;
+    if (p.dropout.threshold == 0) {
+      partial ? softmax_backward<true, false>(keys) : softmax_backward<false, false>(keys);
     } else {
-      softmax_backward<false>(keys);
+      load_dropout<kRows>(p.dropout, tile, first_key, keys, stays);
+      partial ? softmax_backward<true, true>(keys) : softmax_backward<false, true>(keys);
     }
     return state;
+  }
+
+  /// sums[r] -= dS · |p - j|, the row's share of the gradient of its slope.
+  void add_slope_gradient(int64_t first_key, int keys, T* sums) const {
+    alibi.for_each_distance(first_key, keys,
+                            [&](int k, int v, typename S::Number distance)
+                                __attribute__((always_inline)) {
+                                  T* sum = sums + v * S::kWidth;
+                                  const auto ds = S::load(ds_tile + k * kRows + v * S::kWidth);
+                                  S::store(sum, S::fma(S::zero() - ds, distance, S::load(sum)));
+                                });
+  }
+
+  /// dS becomes the gradient of scale · Q Kᵀ. A pair that is not kept keeps its 0.
+  void through_softcap(TileState state, int keys) {
+    for (int k = 0; k < keys; ++k) {
+      for (int v = 0; v < kVectors; ++v) {
+        T* g = ds_tile + k * kRows + v * S::kWidth;
+        auto ds = S::load(g) * S::load(cap_tile + k * kRows + v * S::kWidth);
+        if (state == TileState::kPartial) {
+          ds = S::select(S::bit_of_bytes(mask.bits + k / 8 * kRows + v * S::kWidth, k % 8), ds,
+                         S::zero());
+        }
+        S::store(g, ds);
+      }
+    }
   }
 
  private:
@@ -120,10 +158,11 @@ struct BackwardTile {
         });
   }
 
-  /// p_tile: S -> P, ds_tile: dP -> dS. Pairs that are not kept get 0 by selection, as their S and
-  /// dP may be NaN.
-  template <bool kMasked>
+  /// p_tile: S -> R ∘ P, ds_tile: V dOᵀ -> dS. Pairs that are not kept get 0 by selection, as their
+  /// S and dP may be NaN.
+  template <bool kMasked, bool kDropout>
   void softmax_backward(int keys) {
+    const auto scale = S::set(dropout_scale<T>(p.dropout));
     for (int v = 0; v < kVectors; ++v) {
       const auto row_lse = S::load(lse + v * S::kWidth);
       const auto row_delta = S::load(delta + v * S::kWidth);
@@ -132,14 +171,21 @@ struct BackwardTile {
         T* g = ds_tile + k * kRows + v * S::kWidth;
         // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
         const auto below = S::minimum(S::zero(), S::load(s) - row_lse);
-        auto probability = exp_of_nonpositive<T>(below);
-        auto ds = probability * (S::load(g) - row_delta);
+        const auto probability = exp_of_nonpositive<T>(below);
+        auto dp = S::load(g);
+        auto used = probability;  // R ∘ P
+        if constexpr (kDropout) {
+          const auto stays_k = S::bit_of_bytes(stays + k / 8 * kRows + v * S::kWidth, k % 8);
+          dp = S::select(stays_k, dp * scale, S::zero());
+          used = S::select(stays_k, used * scale, S::zero());
+        }
+        auto ds = probability * (dp - row_delta);
         if constexpr (kMasked) {
           const auto kept = S::bit_of_bytes(mask.bits + k / 8 * kRows + v * S::kWidth, k % 8);
-          probability = S::select(kept, probability, S::zero());
+          used = S::select(kept, used, S::zero());
           ds = S::select(kept, ds, S::zero());
         }
-        S::store(s, probability);
+        S::store(s, used);
         S::store(g, ds);
       }
     }

@@ -26,6 +26,8 @@ struct CpuKernels {
   int64_t (*mask_gradient_units)(const MaskGradientParams<T>&);
   int64_t (*mask_gradient_scratch_bytes)(const MaskGradientParams<T>&);
   void (*mask_gradient)(const MaskGradientParams<T>&, int64_t unit, void* scratch);
+
+  void (*head_gradient)(const HeadGradientParams<T>&, int64_t unit);
 };
 
 struct CpuKernelTable {

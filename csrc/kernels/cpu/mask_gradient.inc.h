@@ -97,7 +97,7 @@ inline void mask_gradient(const MaskGradientParams<T>& params, int64_t unit, voi
         const KeyRange range = work.keys_of_rows().intersection(keys);
         if (range.empty()) continue;
         work.load_rows();
-        for (int64_t n = range.begin; n < range.end; n += kBackwardBlockKeys) {
+        for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
           const int block = range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n)
                                                                : kBackwardBlockKeys;
           if (work.load_block(n, block) == TileState::kEmpty) continue;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/band.h"
+#include "kernels/cpu/half.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 
 // Which pairs (query row, key) of a tile are kept, and what the additive mask puts on them.
@@ -44,8 +45,7 @@ struct MaskTile {
   T* bias;        // [keys][kRows], written only for a float mask
 
   static bool has_bias(const Problem<T>& problem) {
-    return problem.attn_mask.type == MaskType::kFloat32 ||
-           problem.attn_mask.type == MaskType::kFloat64;
+    return problem.attn_mask.type != MaskType::kNone && problem.attn_mask.type != MaskType::kBool;
   }
 
   TileState load(const Problem<T>& problem, const RowTile<kRows>& tile, int64_t first_key,
@@ -75,6 +75,12 @@ struct MaskTile {
         break;
       case MaskType::kFloat64:
         load_float_mask<double>(problem.attn_mask, tile, first_key, keys);
+        break;
+      case MaskType::kBFloat16:
+        load_float_mask<BFloat16>(problem.attn_mask, tile, first_key, keys);
+        break;
+      case MaskType::kFloat16:
+        load_float_mask<Float16>(problem.attn_mask, tile, first_key, keys);
         break;
     }
     return state(tile.rows, keys);
@@ -126,16 +132,16 @@ struct MaskTile {
 
   template <class M>
   void load_float_mask(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key, int keys) {
-    const M dropped = -static_cast<M>(__builtin_inff());
+    const T dropped = -static_cast<T>(__builtin_inff());
     for (int r = 0; r < tile.rows; ++r) {
       const M* row = mask_row<M>(mask, tile, r, first_key);
       for (int k = 0; k < keys; k += 8) {
         unsigned kept = 0;
         const int count = keys - k < 8 ? keys - k : 8;
         for (int b = 0; b < count; ++b) {
-          const M x = row[(k + b) * mask.column_stride];
+          const auto x = static_cast<T>(row[(k + b) * mask.column_stride]);
           kept |= static_cast<unsigned>(x != dropped) << b;
-          bias[(k + b) * kRows + r] = static_cast<T>(x);
+          bias[(k + b) * kRows + r] = x;
         }
         bits[k / 8 * kRows + r] &= static_cast<uint8_t>(kept);
       }
@@ -160,27 +166,5 @@ struct MaskTile {
                                   : TileState::kPartial;
   }
 };
-
-/// scores[k][r] += bias, then -inf where the pair is not kept; block_max takes the new maxima.
-template <class T, int kVectors>
-inline void apply_mask(const MaskTile<T, kVectors * Simd<T>::kWidth>& mask, bool has_bias,
-                       TileState state, int keys, T* scores, typename Simd<T>::Number* block_max) {
-  using S = Simd<T>;
-  constexpr int kRows = kVectors * S::kWidth;
-  const auto dropped = S::set(-static_cast<T>(__builtin_inff()));
-  for (int k = 0; k < keys; ++k) {
-    for (int v = 0; v < kVectors; ++v) {
-      T* s = scores + k * kRows + v * S::kWidth;
-      auto x = S::load(s);
-      if (has_bias) x = x + S::load(mask.bias + k * kRows + v * S::kWidth);
-      if (state == TileState::kPartial) {
-        x = S::select(S::bit_of_bytes(mask.bits + k / 8 * kRows + v * S::kWidth, k % 8), x,
-                      dropped);
-      }
-      S::store(s, x);
-      block_max[v] = S::maximum(block_max[v], x);
-    }
-  }
-}
 
 }  // namespace qkv::kernels::QKV_ISA

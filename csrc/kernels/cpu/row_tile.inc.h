@@ -77,6 +77,11 @@ struct RowTile {
     return x.data + batch.offset(x.batch_stride) + kv_head * x.head_stride;
   }
 
+  template <class T>
+  T number_of_head(const HeadNumbers<T>& x, int r) const {
+    return x.data[batch.offset(x.batch_stride) + head[r] * x.head_stride];
+  }
+
   /// Where row r has its scalar in a dense (B, Hq, M).
   template <class T>
   int64_t scalar(const Problem<T>& problem, int r) const {

@@ -38,6 +38,7 @@ struct Simd<float> {
     return x * _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+  static QKV_INLINE Mask less(Number a, Number b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   static QKV_INLINE bool any_greater(Number a, Number b) {
     return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
   }
@@ -79,6 +80,7 @@ struct Simd<double> {
     return x * _mm256_castsi256_pd(_mm256_slli_epi64(biased, 52));
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm256_cmp_pd(a, b, _CMP_EQ_OQ); }
+  static QKV_INLINE Mask less(Number a, Number b) { return _mm256_cmp_pd(a, b, _CMP_LT_OQ); }
   static QKV_INLINE bool any_greater(Number a, Number b) {
     return _mm256_movemask_pd(_mm256_cmp_pd(a, b, _CMP_GT_OQ)) != 0;
   }

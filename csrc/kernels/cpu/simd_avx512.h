@@ -37,6 +37,7 @@ struct Simd<float> {
     return _mm512_scalef_ps(x, n);
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+  static QKV_INLINE Mask less(Number a, Number b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
   static QKV_INLINE bool any_greater(Number a, Number b) {
     return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0;
   }
@@ -72,6 +73,7 @@ struct Simd<double> {
     return _mm512_scalef_pd(x, n);
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
+  static QKV_INLINE Mask less(Number a, Number b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }
   static QKV_INLINE bool any_greater(Number a, Number b) {
     return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ) != 0;
   }

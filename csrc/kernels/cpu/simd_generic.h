@@ -48,6 +48,7 @@ struct SimdOf {
     return x * number((low_bits + kExponentBias) << kMantissaBits);
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return a == b; }
+  static QKV_INLINE Mask less(Number a, Number b) { return a < b; }
   static QKV_INLINE bool any_greater(Number a, Number b) {
     const Mask m = a > b;
     Integer any = 0;

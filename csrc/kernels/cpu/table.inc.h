@@ -2,6 +2,7 @@
 
 #include "kernels/cpu/attention_backward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
+#include "kernels/cpu/head_gradient.inc.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/mask_gradient.inc.h"
 
@@ -25,6 +26,7 @@ constexpr CpuKernels<T> make_kernels() {
       [](const MaskGradientParams<T>& params) { return MaskGradientUnits::of(params).count(); },
       mask_gradient_scratch_bytes<T>,
       mask_gradient<T>,
+      head_gradient<T>,
   };
 }
 
