@@ -44,8 +44,7 @@ struct Operands {
 
   /// These operands with other tensors, in the order of tensors().
   Operands with(const std::array<OptionalTensor, kTensors>& t) const {
-    return {*t[0], *t[1], *t[2], t[3],    t[4],      t[5],
-            t[6],  t[7],  scale, softcap, dropout_p, band};
+    return {*t[0], *t[1], *t[2], t[3], t[4], t[5], t[6], t[7], scale, softcap, dropout_p, band};
   }
 };
 
@@ -123,11 +122,8 @@ using TensorTuple = decltype(std::tuple_cat(std::array<Tensor, n>()));
 
 template <class... Tensors>
 std::array<Tensor, sizeof...(Tensors)> as_array(const std::tuple<Tensors...>& tuple) {
-  return std::apply(
-      [](const auto&... x) {
-        return std::array<Tensor, sizeof...(Tensors)>{x...};
-      },
-      tuple);
+  return std::apply([](const auto&... x) { return std::array<Tensor, sizeof...(Tensors)>{x...}; },
+                    tuple);
 }
 
 /// One for each differentiable operand, in their order.
@@ -152,12 +148,12 @@ using Jvp = TensorTuple<2>(const Operands&, const OptionalTensor& query_t,
 
 /// Gradients of <grad_query, grad_grad_query> + .. + <grad_sinks, grad_grad_sinks> with respect to
 /// grad_out, grad_lse and the differentiable operands.
-using BackwardBackward = TensorTuple<8>(
-    const Operands&, const Tensor& grad_out, const OptionalTensor& grad_lse,
-    const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
-    const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
-    const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
-    std::array<bool, 8> needs);
+using BackwardBackward =
+    TensorTuple<8>(const Operands&, const Tensor& grad_out, const OptionalTensor& grad_lse,
+                   const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
+                   const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
+                   const OptionalTensor& grad_grad_alibi_slopes,
+                   const OptionalTensor& grad_grad_sinks, std::array<bool, 8> needs);
 
 const InternalOp<Forward>& attention_forward_op();
 const InternalOp<Backward>& attention_backward_op();

@@ -17,7 +17,7 @@ namespace qkv::autograd {
 namespace {
 
 struct QkvAttentionBackwardBackward : OperandsNode<QkvAttentionBackwardBackward> {
-  static constexpr size_t kSavedTensors = Operands::kTensors + 2;     // grad_out, grad_lse
+  static constexpr size_t kSavedTensors = Operands::kTensors + 2;      // grad_out, grad_lse
   static constexpr size_t kGradients = Operands::kDifferentiable + 2;  // grad_out, grad_lse first
   static constexpr bool kSavesOutputs = false;
 

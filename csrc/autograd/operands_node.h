@@ -125,18 +125,9 @@ class OperandsNode : public Node {
     bool any_gradient = false;
     for (const Tensor& grad : grads) any_gradient |= grad.defined();
     if (!any_gradient) return variable_list(Derived::kGradients);
-    const Operands x{saved[0],
-                     saved[1],
-                     saved[2],
-                     optional(saved[3]),
-                     optional(saved[4]),
-                     optional(saved[5]),
-                     optional(saved[6]),
-                     optional(saved[7]),
-                     scalars[0],
-                     scalars[1],
-                     scalars[2],
-                     band};
+    const Operands x{saved[0],           saved[1],           saved[2],           optional(saved[3]),
+                     optional(saved[4]), optional(saved[5]), optional(saved[6]), optional(saved[7]),
+                     scalars[0],         scalars[1],         scalars[2],         band};
     return Derived::gradients(grads, x, {saved.begin() + Operands::kTensors, saved.end()}, needs);
   }
 

@@ -56,9 +56,8 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
   std::vector<double> slopes = of_heads(needs[4]), sinks = of_heads(needs[5]);
   kernels::HeadGradientParams<T> params{backward, needs[4] ? slopes.data() : nullptr,
                                         needs[5] ? sinks.data() : nullptr};
-  for_each_unit(p.batch * p.query_heads, 0, [&](int64_t unit, void*) {
-    kernels_for<T>().head_gradient(params, unit);
-  });
+  for_each_unit(p.batch * p.query_heads, 0,
+                [&](int64_t unit, void*) { kernels_for<T>().head_gradient(params, unit); });
 
   auto sizes = x.query.sizes().vec();
   sizes.resize(sizes.size() - 2);
@@ -68,7 +67,8 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
     for (size_t unit = 0; unit < of_heads.size(); ++unit) {
       auto left = static_cast<int64_t>(unit);
       int64_t offset = 0;
-      for (size_t d = sizes.size(); d-- > 0; left /= sizes[d]) offset += left % sizes[d] * strides[d];
+      for (size_t d = sizes.size(); d-- > 0; left /= sizes[d])
+        offset += left % sizes[d] * strides[d];
       total.mutable_data_ptr<double>()[offset] += of_heads[unit];
     }
     grad.copy_(total);
@@ -94,8 +94,8 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   backward.lse = static_cast<const T*>(lse.const_data_ptr());
   backward.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
   backward.splits = number_of_splits(backward.problem.keys);
-  const auto slope_gradient = c10::GetCPUAllocator()->allocate(
-      needs[4] ? backward.splits * lse.numel() * sizeof(T) : 0);
+  const auto slope_gradient =
+      c10::GetCPUAllocator()->allocate(needs[4] ? backward.splits * lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
 
   if (needs[0] || needs[1] || needs[2] || needs[4]) run_splits(backward);

@@ -14,24 +14,33 @@ namespace qkv::cpu {
 namespace {
 
 template <class T>
-void run(const Operands& x, const Tensor& out, const Tensor& lse) {
+void run(const Operands& operands, const Tensor& out, const Tensor& lse) {
+  const auto& kernels = kernels_for<T>();
   kernels::ForwardParams<T> params{};
+  const auto reads = kernels.forward_reads_16_bits(sizes_of<T>(operands)) ? KeyValue::kAsStored
+                                                                          : KeyValue::kConverted;
+  const Operands x = readable(operands, lse.scalar_type(), reads);
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(params.problem, x, batch);
   describe(params.out, out, batch);
   batch.complete(params.problem);
   params.lse = static_cast<T*>(lse.data_ptr());
 
-  const auto& kernels = kernels_for<T>();
+  const int64_t partial_size = kernels.forward_partial_size(params);
+  const auto partial = c10::GetCPUAllocator()->allocate(partial_size * sizeof(T));
+  params.partial = static_cast<T*>(partial.get());
   for_each_unit(kernels.forward_units(params), kernels.forward_scratch_bytes(params),
                 [&](int64_t unit, void* scratch) { kernels.forward(params, unit, scratch); });
+  if (partial_size > 0) {
+    for_each_unit(params.problem.batch * params.problem.kv_heads, 0,
+                  [&](int64_t head, void*) { kernels.merge_forward(params, head); });
+  }
 }
 
-TensorTuple<2> attention_forward(const Operands& operands) {
-  auto [out, lse] = empty_forward_results(operands);
+TensorTuple<2> attention_forward(const Operands& x) {
+  auto [out, lse] = empty_forward_results(x);
   if (lse.numel() == 0) return {out, lse};
   const auto real = lse.scalar_type();
-  const Operands x = readable(operands, real);
   const Tensor real_out = writable(out, real);
   if (real == at::kDouble) {
     run<double>(x, real_out, lse);

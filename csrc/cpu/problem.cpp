@@ -25,6 +25,12 @@ kernels::MaskType mask_type(const Tensor& mask) {
   }
 }
 
+kernels::Storage storage(at::ScalarType type) {
+  return type == at::kBFloat16 ? kernels::Storage::kBFloat16
+         : type == at::kHalf   ? kernels::Storage::kFloat16
+                               : kernels::Storage::kSame;
+}
+
 /// Far above every position there is, far below overflow when three of them are added.
 constexpr int64_t kFar = int64_t(1) << 60;
 
@@ -84,12 +90,8 @@ void describe(kernels::HeadNumbers<T>& numbers, const OptionalTensor& x, BatchDi
 
 template <class T>
 void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& batch) {
-  problem.query_heads = x.query.size(-3);
-  problem.kv_heads = x.key.size(-3);
-  problem.queries = x.query.size(-2);
-  problem.keys = x.key.size(-2);
-  problem.head_dim = x.query.size(-1);
-  problem.value_dim = x.value.size(-1);
+  problem = sizes_of<T>(x);
+  problem.key_value_storage = storage(x.key.scalar_type());
   problem.scale = static_cast<T>(x.scale);
   // A softcap too small for T caps as much as the smallest there is.
   problem.softcap =

@@ -32,11 +32,15 @@ inline Tensor readable(const Tensor& x, at::ScalarType real) {
   return with_unit_columns(converted(x, real));
 }
 
-/// Masks are read as they are.
-inline Operands readable(Operands x, at::ScalarType real) {
+enum class KeyValue { kConverted, kAsStored };
+
+/// Masks are read as they are, key and value too if the kernel can.
+inline Operands readable(Operands x, at::ScalarType real,
+                         KeyValue key_value = KeyValue::kConverted) {
+  const bool converts = key_value == KeyValue::kConverted;
   x.query = readable(x.query, real);
-  x.key = readable(x.key, real);
-  x.value = readable(x.value, real);
+  x.key = readable(x.key, converts ? real : x.key.scalar_type());
+  x.value = readable(x.value, converts ? real : x.value.scalar_type());
   if (x.alibi_slopes) x.alibi_slopes = x.alibi_slopes->to(real);
   if (x.sinks) x.sinks = x.sinks->to(real);
   return x;
@@ -103,6 +107,19 @@ void describe(kernels::Operand<const T>& operand, const Tensor& x, BatchDimensio
   operand.row_stride = broadcast_stride(x, 2);
   operand.column_stride = 1;
   batch.add(x, 3, operand.batch_stride);
+}
+
+/// The sizes of a problem, without any tensor.
+template <class T>
+kernels::Problem<T> sizes_of(const Operands& x) {
+  kernels::Problem<T> problem{};
+  problem.query_heads = x.query.size(-3);
+  problem.kv_heads = x.key.size(-3);
+  problem.queries = x.query.size(-2);
+  problem.keys = x.key.size(-2);
+  problem.head_dim = x.query.size(-1);
+  problem.value_dim = x.value.size(-1);
+  return problem;
 }
 
 /// Everything but the batch sizes, which `batch` completes.

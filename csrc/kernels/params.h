@@ -64,6 +64,9 @@ struct Band {
   int64_t offset;
 };
 
+/// How numbers lie in memory: as they are computed with, or in 16 bits.
+enum class Storage : int32_t { kSame, kBFloat16, kFloat16 };
+
 /// What forward and backward have in common.
 template <class T>
 struct Problem {
@@ -76,11 +79,12 @@ struct Problem {
   int64_t keys;
   int64_t head_dim;
   int64_t value_dim;
+  Storage key_value_storage;
   T scale;
   T softcap;  // 0: none
   Band band;
   Operand<const T> query;
-  Operand<const T> key;
+  Operand<const T> key;  // if stored in 16 bits, key and value point to such numbers
   Operand<const T> value;
   Mask attn_mask;
   KeyMask key_mask;
@@ -94,6 +98,9 @@ struct ForwardParams {
   Problem<T> problem;
   Operand<T> out;
   T* lse;  // (B, Hq, M), dense
+  // With few rows the keys are cut into ranges: [B][Hkv][split][rows of a head][Dv + 2], or
+  // nullptr.
+  T* partial;
 };
 
 /// Gradients that nobody asked for have data == nullptr.

@@ -1,5 +1,6 @@
 #include "definition.h"
 
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -23,6 +24,17 @@ Tensor joined(const std::optional<Tensor>& x, const std::vector<int64_t>& batch,
   return x->expand(shape).contiguous().view(inner);
 }
 
+/// The 16 random bits of weight (i, j) of head h: Philox4x32-10 (Salmon et al., SC 2011).
+uint32_t random_bits(uint64_t seed, uint32_t h, uint32_t i, uint32_t j) {
+  std::array<uint32_t, 4> c = {j / 8, i, h, 0};
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    const uint64_t a = uint64_t(0xD2511F53u) * c[0], b = uint64_t(0xCD9E8D57u) * c[2];
+    c = {uint32_t(b >> 32) ^ c[1] ^ k0, uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k1, uint32_t(a)};
+  }
+  return c[j % 8 / 2] >> (j % 2 * 16) & 0xffff;
+}
+
 }  // namespace
 
 Result attention(const samples::Sample& s) {
@@ -43,6 +55,9 @@ Result attention(const samples::Sample& s) {
   const bool is_bool = mask.defined() && mask.scalar_type() == torch::kBool;
   const double scale = o.scale().value_or(d == 0 ? 1.0 : 1.0 / std::sqrt(double(d)));
   const int64_t offset = o.query_offset().value_or(0);
+
+  const auto threshold = uint32_t(std::llround(o.dropout_p() * 65536));
+  const Tensor seeds = torch::randint(std::numeric_limits<int64_t>::max(), batch, torch::kLong);
 
   Result r{torch::zeros({q.size(0), heads, m, dv}, torch::kDouble),
            torch::zeros({q.size(0), heads, m}, torch::kDouble),
@@ -86,7 +101,12 @@ Result attention(const samples::Sample& s) {
         for (int64_t j = 0; j < n; ++j) {
           if (scores[j] == -kInfinity) continue;
           weights[j] = std::exp(scores[j] - lse);
-          for (int64_t x = 0; x < dv; ++x) out[x] += weights[j] * va[j][x];
+          if (threshold > 0 &&
+              random_bits(seeds.view(-1)[b].item<int64_t>(), h, i, j) < threshold) {
+            continue;
+          }
+          const double used = weights[j] * (65536.0 / (65536 - threshold));
+          for (int64_t x = 0; x < dv; ++x) out[x] += used * va[j][x];
         }
       }
     }

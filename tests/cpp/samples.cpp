@@ -47,7 +47,6 @@ Sample make(const json& e) {
   s.name = e["name"];
   s.large = e.value("large", false);
   s.empty = e.value("empty", false);
-  s.unfused = e.contains("unfused");
   const int64_t heads = e.value("heads", 3), kv_heads = e.value("kv_heads", heads);
   const int64_t queries = e.value("queries", 5), keys = e.value("keys", 7);
   const int64_t head_dim = e.value("head_dim", 4), value_dim = e.value("value_dim", head_dim);
@@ -64,7 +63,8 @@ Sample make(const json& e) {
 
   s.options.is_causal(e.value("is_causal", false))
       .enable_gqa(e.value("enable_gqa", false))
-      .softcap(e.value("softcap", 0.0));
+      .softcap(e.value("softcap", 0.0))
+      .dropout_p(e.value("dropout_p", 0.0));
   if (e.contains("scale")) s.options.scale(e["scale"].get<double>());
   if (e.contains("window")) s.options.window(e["window"][0], e["window"][1]);
   if (e.contains("query_offset")) s.options.query_offset(e["query_offset"].get<int64_t>());

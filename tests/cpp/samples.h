@@ -15,7 +15,6 @@ struct Sample {
   std::string name;
   bool large = false;  // too large for numerical differences
   bool empty = false;  // some size is 0
-  bool unfused = false;
   torch::Tensor query, key, value;
   qkv::AttentionOptions options;
 };

@@ -27,16 +27,25 @@ struct Results {
 struct Problem {
   Tensor query = torch::randn({2, 4, 150, 24}), key = torch::randn({2, 2, 1300, 24}),
          value = torch::randn({2, 2, 1300, 17}), grad = torch::randn({2, 4, 150, 17}),
-         mask = torch::randn({150, 1300});
+         mask = torch::randn({150, 1300}), slopes = torch::rand({4}), sinks = torch::randn({4});
+  double dropout_p = 0.0;
 
   Results run(at::indexing::Slice batch = {}) const {
     const auto leaf = [](const Tensor& x) { return x.detach().clone().requires_grad_(); };
     const Tensor q = leaf(query.index({batch})), k = leaf(key.index({batch})),
-                 v = leaf(value.index({batch})), m = leaf(mask);
-    const auto options =
-        qkv::AttentionOptions().enable_gqa(true).is_causal(true).query_offset(1150).attn_mask(m);
+                 v = leaf(value.index({batch})), m = leaf(mask), a = leaf(slopes), s = leaf(sinks);
+    const auto options = qkv::AttentionOptions()
+                             .enable_gqa(true)
+                             .is_causal(true)
+                             .query_offset(1150)
+                             .attn_mask(m)
+                             .softcap(3.0)
+                             .alibi_slopes(a)
+                             .sinks(s)
+                             .dropout_p(dropout_p);
+    if (dropout_p > 0.0) torch::manual_seed(1);
     const auto [out, lse] = qkv::attention_with_lse(q, k, v, options);
-    Results r{torch::autograd::grad({out}, {q, k, v, m}, {grad.index({batch})})};
+    Results r{torch::autograd::grad({out}, {q, k, v, m, a, s}, {grad.index({batch})})};
     r.tensors.push_back(out.detach());
     r.tensors.push_back(lse.detach());
     return r;
@@ -44,7 +53,8 @@ struct Problem {
 };
 
 TEST(Invariance, NumberOfThreads) {
-  const Problem problem;
+  Problem problem;
+  problem.dropout_p = 0.2;
   const int before = at::get_num_threads();
   at::set_num_threads(1);
   const Results expected = problem.run();
@@ -60,7 +70,7 @@ TEST(Invariance, RestOfTheBatch) {
   const Results both = problem.run();
   for (int64_t b = 0; b < 2; ++b) {
     const Results alone = problem.run(at::indexing::Slice(b, b + 1));
-    for (size_t i : {0, 1, 2, 4, 5}) {  // not the mask's gradient, which is summed over the batch
+    for (size_t i : {0, 1, 2, 6, 7}) {  // not those gradients that are summed over the batch
       EXPECT_TRUE(torch::equal(alone.tensors[i], both.tensors[i].slice(0, b, b + 1))) << i;
     }
   }

@@ -38,6 +38,29 @@ def kept_pairs(
     return keep
 
 
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon et al., SC 2011) for one counter."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF, (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def dropout_factors(seed: int, h: int, i: int, n: int, p: float) -> Tensor:
+    """What dropout multiplies the weights of row (h, i) with, (N)."""
+    threshold = round(p * 65536)
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    numbers = []
+    for group in range((n + 7) // 8):
+        for word in philox((group, i, h, 0), key):
+            numbers += [word & 0xFFFF, word >> 16]
+    stays = torch.tensor(numbers[:n]) >= threshold
+    return stays.double() * (65536 / (65536 - threshold) if threshold < 65536 else 0.0)
+
+
 def attention_row(
     q: Tensor,
     key: Tensor,
@@ -49,6 +72,7 @@ def attention_row(
     slope: Optional[Tensor],
     distances: Tensor,
     sink: Optional[Tensor],
+    factors: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output (Dv), logsumexp and weights (N) of one query that keeps the keys numbered `kept`."""
     weights = q.new_zeros(key.shape[0])
@@ -64,7 +88,8 @@ def attention_row(
         scores = scores - slope * distances[kept].abs()
     lse = torch.logsumexp(scores if sink is None else torch.cat([scores, sink.reshape(1)]), 0)
     p = torch.exp(scores - lse)
-    return p @ value[kept], lse, weights.index_put((kept,), p)
+    used = p if factors is None else p * factors[kept].to(p.dtype)
+    return used @ value[kept], lse, weights.index_put((kept,), p)
 
 
 def attention(
@@ -81,8 +106,12 @@ def attention(
     alibi_slopes: Optional[Tensor] = None,
     sinks: Optional[Tensor] = None,
     key_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, logsumexp and weights, in the dtype of the query (float64, usually)."""
+    """Output, logsumexp and weights, in the dtype of the query (float64, usually).
+
+    For dropout, draws the seeds as the operator does: int64, one for each batch element.
+    """
     q, k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in (query, key, value))
     batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     kv_heads = max(k.shape[-3], v.shape[-3])
@@ -101,6 +130,8 @@ def attention(
     )
     masks, key_masks = per_batch(attn_mask, heads, m, n), per_batch(key_mask, n)
     slopes, sinks = per_batch(alibi_slopes, heads), per_batch(sinks, heads)
+
+    seeds = torch.randint(2**63 - 1, batch).flatten().tolist() if dropout_p > 0 else None
 
     rows = []
     for b in range(q.shape[0]):
@@ -130,6 +161,7 @@ def attention(
                         None if slopes is None else slopes[b, h].to(q.dtype),
                         torch.arange(n, dtype=q.dtype) - (i + query_offset),
                         None if sinks is None else sinks[b, h].to(q.dtype),
+                        None if seeds is None else dropout_factors(seeds[b], h, i, n, dropout_p),
                     )
                 )
 

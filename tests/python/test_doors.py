@@ -3,6 +3,7 @@ TorchScript. A warning of vmap's slow fallback is an error here."""
 
 import copy
 import io
+import math
 import warnings
 
 import pytest
@@ -22,7 +23,7 @@ def normal(*shape, dtype=torch.float64, requires_grad=False):
 
 @pytest.mark.parametrize(
     "name",
-    ["plain", "everything", "float_mask", "batch_broadcast", "no_head", "softcap_alibi_sinks"],
+    ["plain", "everything", "float_mask", "batch_broadcast", "no_head", "dropout_softcap_alibi_sinks"],
 )
 def test_opcheck_public(name):
     """Of each kind one: opcheck traces the whole graph, which for the reference takes seconds."""
@@ -33,21 +34,20 @@ def test_opcheck_public(name):
     torch.library.opcheck(OPS.attention_weights.default, args[:2], sample.kwargs)
 
 
-@samples.parametrize(large=False, unfused=False)
+@samples.parametrize(large=False)
 def test_opcheck_internal(entry):
     sample = samples.make(entry, torch.float32)
     operands = internal_operands(sample)
     torch.library.opcheck(OPS._attention_forward.default, operands)
     out, lse = OPS._attention_forward(*operands)
-    mask = operands[3]
-    needs = [True, True, True, mask is not None and mask.is_floating_point()]
+    needs = [x is not None and x.is_floating_point() for x in operands[:6]]
     for grad_lse in (None, torch.randn_like(lse)):
         args = (*operands, torch.randn_like(out), grad_lse, out, lse, needs)
         torch.library.opcheck(OPS._attention_backward.default, args)
 
 
 def internal_operands(sample):
-    """As checked_call in C++ makes them, for samples without unfused options."""
+    """As checked_call in C++ makes them."""
     q, k, v = (
         x.unsqueeze(0) if x.dim() == 2 else x for x in (sample.query, sample.key, sample.value)
     )
@@ -62,13 +62,18 @@ def internal_operands(sample):
         k.expand(*batch, kv_heads, *k.shape[-2:]),
         v.expand(*batch, kv_heads, *v.shape[-2:]),
         o.get("attn_mask"),
+        o.get("alibi_slopes"),
+        o.get("sinks"),
         o.get("key_mask"),
+        torch.arange(math.prod(batch)).view(batch) if "dropout_p" in o else None,
         o.get("scale", 0.5),
+        o.get("softcap", 0.0),
+        o.get("dropout_p", 0.0),
         band,
     )
 
 
-@samples.parametrize(unfused=False)
+@samples.parametrize()
 def test_meta_has_the_strides_of_the_real_kernel(entry):
     sample = samples.make(entry, torch.float32)
     real = OPS._attention_forward(*internal_operands(sample))

@@ -34,7 +34,7 @@ def test_second_order(entry):
     assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True)
 
 
-@samples.parametrize(large=False, empty=False, unfused=False)
+@samples.parametrize(large=False, empty=False, dropout_p=False)
 def test_batched_gradients(entry):
     """vmap over gradients, first and second order, without falling back to a loop."""
     call, inputs = differentiable_call(samples.make(entry))

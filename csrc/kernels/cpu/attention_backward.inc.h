@@ -32,11 +32,6 @@ inline KeyRange keys_of_split(const BackwardParams<T>& params, int64_t split) {
   return {begin, end < params.problem.keys ? end : params.problem.keys};
 }
 
-template <class T>
-inline int64_t rows_of_kv_head(const Problem<T>& problem) {
-  return problem.query_heads / problem.kv_heads * problem.queries;
-}
-
 /// Vectors of rows in a tile: a function of the number of rows alone.
 template <class T>
 inline int backward_vectors(const Problem<T>& problem) {
@@ -144,8 +139,8 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       tile.pack(params.grad_out, p.value_dim, T(1), grad_out_rows, value_width);
     }
     const bool rows_finite =
-        range.empty() || (all_finite(query_rows, key_width, kRows, key_width) &&
-                          all_finite(grad_out_rows, value_width, kRows, value_width));
+        range.empty() || (all_finite<T>(query_rows, key_width, kRows, key_width) &&
+                          all_finite<T>(grad_out_rows, value_width, kRows, value_width));
 
     set_to_zero(slope_gradient, kRows);
     for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
@@ -179,7 +174,7 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
 
       if (!need_query) continue;
       const T* block_keys = tile.keys_of_head(p.key) + n * p.key.row_stride;
-      if (partial && !all_finite(block_keys, p.key.row_stride, block, p.head_dim)) {
+      if (partial && !all_finite<T>(block_keys, p.key.row_stride, block, p.head_dim)) {
         multiply_add_kept_keys<T, kVectors>(block, p.head_dim, block_keys, p.key.row_stride,
                                             work.ds_tile, work.mask.bits, grad_query_t);
       } else {

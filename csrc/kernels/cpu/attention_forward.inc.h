@@ -2,8 +2,10 @@
 
 #include "kernels/band.h"
 #include "kernels/cpu/dropout_tile.inc.h"
+#include "kernels/cpu/few_rows.inc.h"
 #include "kernels/cpu/mask_tile.inc.h"
 #include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/merge.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
@@ -30,20 +32,53 @@ namespace qkv::kernels::QKV_ISA {
 
 constexpr int kForwardVectors = 3;  // of rows in a tile
 constexpr int kForwardBlockKeys = 128;
+constexpr int64_t kKeysOfForwardSplit = 1024;  // at least
+constexpr int64_t kMaxForwardSplits = 16;
 
 template <class T>
 constexpr int kForwardRows = kForwardVectors* Simd<T>::kWidth;
 
 template <class T>
 inline int64_t forward_tiles_per_head(const Problem<T>& problem) {
-  const int64_t rows = problem.query_heads / problem.kv_heads * problem.queries;
-  return (rows + kForwardRows<T> - 1) / kForwardRows<T>;
+  return (rows_of_kv_head(problem) + kForwardRows<T> - 1) / kForwardRows<T>;
 }
 
-/// One unit of work is one tile.
+/// Ranges that the keys of a tile are cut into: several if the rows of a head fill one tile at
+/// most.
+template <class T>
+inline int64_t forward_splits(const Problem<T>& problem) {
+  if (rows_of_kv_head(problem) > kForwardRows<T>) return 1;
+  const int64_t splits = problem.keys / kKeysOfForwardSplit;
+  return splits < 1 ? 1 : splits > kMaxForwardSplits ? kMaxForwardSplits : splits;
+}
+
+template <class T>
+inline KeyRange keys_of_forward_split(const Problem<T>& problem, int64_t split) {
+  const int64_t splits = forward_splits(problem);
+  const int64_t blocks = (problem.keys + kForwardBlockKeys - 1) / kForwardBlockKeys;
+  const int64_t end = blocks * (split + 1) / splits * kForwardBlockKeys;
+  return {blocks * split / splits * kForwardBlockKeys, end < problem.keys ? end : problem.keys};
+}
+
+/// Whether the kernel for this problem reads key and value in 16 bits.
+template <class T>
+inline bool forward_reads_16_bits(const Problem<T>& problem) {
+  return sizeof(T) == 4 && rows_of_kv_head(problem) <= kFewRows<T>;
+}
+
+/// One unit of work is one range of keys for one tile.
 template <class T>
 inline int64_t forward_units(const ForwardParams<T>& params) {
-  return params.problem.batch * params.problem.kv_heads * forward_tiles_per_head(params.problem);
+  const Problem<T>& p = params.problem;
+  return p.batch * p.kv_heads * forward_tiles_per_head(p) * forward_splits(p);
+}
+
+/// How many numbers ForwardParams::partial has; 0 if it is not needed.
+template <class T>
+inline int64_t forward_partial_size(const ForwardParams<T>& params) {
+  const Problem<T>& p = params.problem;
+  if (forward_splits(p) == 1) return 0;
+  return forward_units(params) * rows_of_kv_head(p) * partial_row(p);
 }
 
 template <class T>
@@ -53,21 +88,9 @@ inline int64_t forward_scratch_bytes(const ForwardParams<T>& params) {
   return numbers * static_cast<int64_t>(sizeof(T)) + 2 * kForwardBlockKeys / 8 * kForwardRows<T>;
 }
 
-/// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was summed
-/// so far.
-template <class T>
-inline T add_sink(T sink, T& max, T& sum) {
-  const T new_max = max > sink ? max : sink;
-  if (new_max == -static_cast<T>(__builtin_inff())) return T(0);
-  const T correction = natural_exp(max - new_max);
-  sum = sum * correction + (sink == new_max ? T(1) : natural_exp(sink - new_max));
-  max = new_max;
-  return correction / sum;
-}
-
 template <class T, int kVectors>
 inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t kv_head,
-                         int64_t first_row, T* scratch) {
+                         int64_t first_row, KeyRange split, T* partial, T* scratch) {
   using S = Simd<T>;
   using Math = VectorMath<T>;
   using Number = typename S::Number;
@@ -92,7 +115,8 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
 
   const T* keys = tile.keys_of_head(p.key);
   const T* values = tile.keys_of_head(p.value);
-  const KeyRange range = keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
+  const KeyRange range =
+      keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys).intersection(split);
   const bool has_bias = mask.has_bias(p), has_alibi = p.alibi_slopes.data != nullptr;
   const bool changes_scores = p.softcap != T(0) || has_bias || has_alibi;
   for (int64_t n = first_of_eight(range.begin); n < range.end; n += kForwardBlockKeys) {
@@ -148,7 +172,7 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
     // Oᵀ += Vᵀ · P
     const T* block_values = values + n * p.value.row_stride;
     if (state == TileState::kPartial &&
-        !all_finite(block_values, p.value.row_stride, block, p.value_dim)) {
+        !all_finite<T>(block_values, p.value.row_stride, block, p.value_dim)) {
       multiply_add_kept_keys<T, kVectors>(block, p.value_dim, block_values, p.value.row_stride,
                                           scores, mask.bits, out_t);
     } else {
@@ -163,6 +187,15 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
     S::store(max + v * S::kWidth, softmax[v].max);
     S::store(sum + v * S::kWidth, softmax[v].sum);
   }
+  if (partial != nullptr) {
+    for (int r = 0; r < tile.rows; ++r) {
+      T* to = partial + r * partial_row(p);
+      for (int64_t d = 0; d < p.value_dim; ++d) to[d] = out_t[d * kRows + r];
+      to[p.value_dim] = max[r];
+      to[p.value_dim + 1] = sum[r];
+    }
+    return;
+  }
   const T dropout = dropout_scale<T>(p.dropout);
   for (int r = 0; r < tile.rows; ++r) {
     if (p.sinks.data != nullptr) {
@@ -174,25 +207,76 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
   tile.unpack_transposed(out_t, p.value_dim, normaliser, params.out);
 }
 
+/// Rows that fill one tile at most, of a range of keys.
+template <class T>
+inline void forward_of_split(const ForwardParams<T>& params, int64_t batch, int64_t kv_head,
+                             int64_t split, T* partial, T* scratch) {
+  const Problem<T>& p = params.problem;
+  const int64_t rows = rows_of_kv_head(p);
+  const KeyRange keys = keys_of_forward_split(p, split);
+  if (rows <= kFewRows<T>) {
+    const int64_t group = p.query_heads / p.kv_heads;
+    const auto tile = RowTile<Simd<T>::kWidth>::make(p, batch, kv_head, kv_head * group, group, 0);
+    T* result = partial != nullptr ? partial : scratch;
+    T* rest = partial != nullptr ? scratch : scratch + rows * partial_row(p);
+    switch (p.key_value_storage) {
+      case Storage::kSame:
+        few_rows<T, T>(params, tile, keys, result, rest);
+        break;
+      case Storage::kBFloat16:
+        if constexpr (sizeof(T) == 4) few_rows<T, BFloat16>(params, tile, keys, result, rest);
+        break;
+      case Storage::kFloat16:
+        if constexpr (sizeof(T) == 4) few_rows<T, Float16>(params, tile, keys, result, rest);
+        break;
+    }
+    if (partial == nullptr) merge(params, tile, 1, result);
+  } else if (rows <= Simd<T>::kWidth) {
+    forward_tile<T, 1>(params, batch, kv_head, 0, keys, partial, scratch);
+  } else if (rows <= 2 * Simd<T>::kWidth) {
+    forward_tile<T, 2>(params, batch, kv_head, 0, keys, partial, scratch);
+  } else {
+    forward_tile<T, kForwardVectors>(params, batch, kv_head, 0, keys, partial, scratch);
+  }
+}
+
 /// Tiles of a head run from the last to the first: under a causal mask the last ones have most
 /// keys, and starting with them leaves small pieces to even out the threads.
 template <class T>
 inline void attention_forward(const ForwardParams<T>& params, int64_t unit, void* scratch) {
-  const int64_t tiles = forward_tiles_per_head(params.problem);
-  const int64_t head = unit / tiles;
-  const int64_t first_row = (tiles - 1 - unit % tiles) * kForwardRows<T>;
-  const int64_t batch = head / params.problem.kv_heads;
-  const int64_t kv_head = head % params.problem.kv_heads;
-  const int64_t rows =
-      params.problem.query_heads / params.problem.kv_heads * params.problem.queries - first_row;
+  const Problem<T>& p = params.problem;
   T* numbers = static_cast<T*>(scratch);
-  if (rows <= Simd<T>::kWidth) {
-    forward_tile<T, 1>(params, batch, kv_head, first_row, numbers);
-  } else if (rows <= 2 * Simd<T>::kWidth) {
-    forward_tile<T, 2>(params, batch, kv_head, first_row, numbers);
-  } else {
-    forward_tile<T, kForwardVectors>(params, batch, kv_head, first_row, numbers);
+  const int64_t tiles = forward_tiles_per_head(p);
+  if (tiles > 1) {
+    const int64_t head = unit / tiles;
+    const int64_t first_row = (tiles - 1 - unit % tiles) * kForwardRows<T>;
+    const int64_t rows = rows_of_kv_head(p) - first_row;
+    const KeyRange all{0, p.keys};
+    const int64_t batch = head / p.kv_heads, kv_head = head % p.kv_heads;
+    if (rows <= Simd<T>::kWidth) {
+      forward_tile<T, 1>(params, batch, kv_head, first_row, all, nullptr, numbers);
+    } else if (rows <= 2 * Simd<T>::kWidth) {
+      forward_tile<T, 2>(params, batch, kv_head, first_row, all, nullptr, numbers);
+    } else {
+      forward_tile<T, kForwardVectors>(params, batch, kv_head, first_row, all, nullptr, numbers);
+    }
+    return;
   }
+  const int64_t splits = forward_splits(p);
+  const int64_t head = unit / splits;
+  T* partial = splits == 1 ? nullptr : params.partial + unit * rows_of_kv_head(p) * partial_row(p);
+  forward_of_split(params, head / p.kv_heads, head % p.kv_heads, unit % splits, partial, numbers);
+}
+
+/// After all units, if there is a partial: one unit is one key/value head.
+template <class T>
+inline void merge_forward(const ForwardParams<T>& params, int64_t head) {
+  const Problem<T>& p = params.problem;
+  const int64_t splits = forward_splits(p);
+  const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
+  const auto tile =
+      RowTile<kForwardRows<T>>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, 0);
+  merge(params, tile, splits, params.partial + head * splits * rows_of_kv_head(p) * partial_row(p));
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -125,13 +125,13 @@ struct BackwardTile {
 
   /// sums[r] -= dS · |p - j|, the row's share of the gradient of its slope.
   void add_slope_gradient(int64_t first_key, int keys, T* sums) const {
-    alibi.for_each_distance(first_key, keys,
-                            [&](int k, int v, typename S::Number distance)
-                                __attribute__((always_inline)) {
-                                  T* sum = sums + v * S::kWidth;
-                                  const auto ds = S::load(ds_tile + k * kRows + v * S::kWidth);
-                                  S::store(sum, S::fma(S::zero() - ds, distance, S::load(sum)));
-                                });
+    alibi.for_each_distance(
+        first_key,
+        keys, [&](int k, int v, typename S::Number distance) __attribute__((always_inline)) {
+          T* sum = sums + v * S::kWidth;
+          const auto ds = S::load(ds_tile + k * kRows + v * S::kWidth);
+          S::store(sum, S::fma(S::zero() - ds, distance, S::load(sum)));
+        });
   }
 
   /// dS becomes the gradient of scale · Q Kᵀ. A pair that is not kept keeps its 0.

@@ -12,8 +12,7 @@ namespace qkv::kernels::QKV_ISA {
 /// What a weight that stays is multiplied with: 1 / (1 - p).
 template <class T>
 inline T dropout_scale(const Dropout& dropout) {
-  return dropout.threshold == 65536 ? T(0)
-                                    : T(65536) / static_cast<T>(65536 - dropout.threshold);
+  return dropout.threshold == 65536 ? T(0) : T(65536) / static_cast<T>(65536 - dropout.threshold);
 }
 
 /// first_key is a multiple of 8.

@@ -15,7 +15,10 @@ struct CpuKernels {
 
   int64_t (*forward_units)(const ForwardParams<T>&);
   int64_t (*forward_scratch_bytes)(const ForwardParams<T>&);
+  int64_t (*forward_partial_size)(const ForwardParams<T>&);
+  bool (*forward_reads_16_bits)(const Problem<T>&);
   void (*forward)(const ForwardParams<T>&, int64_t unit, void* scratch);
+  void (*merge_forward)(const ForwardParams<T>&, int64_t head);
 
   int64_t (*backward_row_tiles)(const Problem<T>&);
   int64_t (*backward_scratch_bytes)(const BackwardParams<T>&);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/params.h"
+#include "kernels/cpu/half.inc.h"
 
 // The mathematics of a softmax on vectors, and the Math of OnlineSoftmax.
 
@@ -72,6 +72,20 @@ QKV_INLINE typename Simd<T>::Number tanh_of(typename Simd<T>::Number x) {
   const auto small = S::less(size, S::set(T(0.625)));
   const auto difference = S::select(S::less(x, S::zero()), e - one, one - e);
   return S::select(small, numerator, difference) / S::select(small, denominator, one + e);
+}
+
+/// A vector of numbers, from whatever they are stored as.
+template <class T>
+QKV_INLINE typename Simd<T>::Number load_stored(const T* x) {
+  return Simd<T>::load(x);
+}
+template <class T>
+QKV_INLINE typename Simd<T>::Number load_stored(const BFloat16* x) {
+  return Simd<T>::load_bfloat16(&x->bits);
+}
+template <class T>
+QKV_INLINE typename Simd<T>::Number load_stored(const Float16* x) {
+  return Simd<T>::load_float16(&x->bits);
 }
 
 template <class T>

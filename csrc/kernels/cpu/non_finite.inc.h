@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/params.h"
+#include "kernels/cpu/math.inc.h"
 
 // What is masked out cannot matter, even if it is NaN or inf: but 0 · NaN is NaN, so a matrix
 // product over a tile with masked pairs would let it through. Tiles that are partly masked look at
@@ -9,22 +9,19 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-template <class T>
-inline bool all_finite(const T* x, int64_t row_stride, int64_t rows, int64_t width) {
+template <class T, class Stored>
+inline bool all_finite(const Stored* x, int64_t row_stride, int64_t rows, int64_t width) {
   using S = Simd<T>;
   auto sum = S::zero();  // of x · 0: 0 or NaN
   T tail = T(0);
   for (int64_t r = 0; r < rows; ++r) {
     int64_t d = 0;
     for (; d + S::kWidth <= width; d += S::kWidth) {
-      sum = S::fma(S::load(x + r * row_stride + d), S::zero(), sum);
+      sum = S::fma(load_stored<T>(x + r * row_stride + d), S::zero(), sum);
     }
-    for (; d < width; ++d) tail += x[r * row_stride + d] * T(0);
+    for (; d < width; ++d) tail += static_cast<T>(x[r * row_stride + d]) * T(0);
   }
-  alignas(64) T lanes[S::kWidth];
-  S::store(lanes, sum);
-  for (int l = 0; l < S::kWidth; ++l) tail += lanes[l];
-  return tail == T(0);
+  return tail + S::sum(sum) == T(0);
 }
 
 /// c[d][r] += sum over the keys n that row r keeps of a[n][d] · b[n][r]

@@ -37,6 +37,12 @@ inline BatchIndex batch_index(const Problem<T>& problem, int64_t batch) {
   return b;
 }
 
+/// Rows of a key/value head, those of all query heads that share it.
+template <class T>
+inline int64_t rows_of_kv_head(const Problem<T>& problem) {
+  return problem.query_heads / problem.kv_heads * problem.queries;
+}
+
 template <int kRows>
 struct RowTile {
   BatchIndex batch;

@@ -27,6 +27,18 @@ struct Simd<float> {
   static QKV_INLINE Number load(const float* p) { return _mm256_loadu_ps(p); }
   static QKV_INLINE void store(float* p, Number x) { _mm256_storeu_ps(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm256_fmadd_ps(a, b, c); }
+  static QKV_INLINE Number load_bfloat16(const uint16_t* p) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  }
+  static QKV_INLINE Number load_float16(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static QKV_INLINE float sum(Number x) {
+    const __m128 four = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
+    const __m128 two = four + _mm_movehl_ps(four, four);
+    return _mm_cvtss_f32(two) + _mm_cvtss_f32(_mm_movehdup_ps(two));
+  }
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm256_max_ps(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm256_min_ps(a, b); }
   static QKV_INLINE Number round(Number x) {
@@ -66,6 +78,10 @@ struct Simd<double> {
   static QKV_INLINE Number load(const double* p) { return _mm256_loadu_pd(p); }
   static QKV_INLINE void store(double* p, Number x) { _mm256_storeu_pd(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm256_fmadd_pd(a, b, c); }
+  static QKV_INLINE double sum(Number x) {
+    const __m128d two = _mm256_castpd256_pd128(x) + _mm256_extractf128_pd(x, 1);
+    return _mm_cvtsd_f64(two) + _mm_cvtsd_f64(_mm_unpackhi_pd(two, two));
+  }
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm256_max_pd(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm256_min_pd(a, b); }
   static QKV_INLINE Number round(Number x) {

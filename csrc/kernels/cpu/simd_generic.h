@@ -2,6 +2,8 @@
 
 #include <stdint.h>
 
+#include "kernels/cpu/half.inc.h"
+
 // Vectors of 4 floats or 2 doubles in the compiler's own vector types: any processor. The
 // interface is described in simd_avx512.h.
 
@@ -35,6 +37,11 @@ struct SimdOf {
     return x;
   }
   static QKV_INLINE void store(Real* p, Number x) { __builtin_memcpy(p, &x, sizeof(x)); }
+  static QKV_INLINE Real sum(Number x) {
+    Real total = 0;
+    for (int lane = 0; lane < kWidth; ++lane) total += x[lane];
+    return total;
+  }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return a * b + c; }
   static QKV_INLINE Number maximum(Number a, Number b) { return a > b ? a : b; }
   static QKV_INLINE Number minimum(Number a, Number b) { return a < b ? a : b; }
@@ -74,6 +81,17 @@ struct SimdOf {
 template <>
 struct Simd<float> : SimdOf<float, int32_t, 127, 23> {
   static constexpr float kExpZero = -88.1f;
+
+  static QKV_INLINE Number load_bfloat16(const uint16_t* p) { return converted<BFloat16>(p); }
+  static QKV_INLINE Number load_float16(const uint16_t* p) { return converted<Float16>(p); }
+
+ private:
+  template <class Stored>
+  static QKV_INLINE Number converted(const uint16_t* p) {
+    Number x;
+    for (int lane = 0; lane < kWidth; ++lane) x[lane] = Stored{p[lane]};
+    return x;
+  }
 };
 
 template <>

@@ -1,0 +1,68 @@
+#pragma once
+
+#include "kernels/band.h"
+#include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/row_tile.inc.h"
+
+// With few query rows there is little to share out but the keys. They are then cut into ranges
+// ("splits", by the sizes of the problem alone) that are worked on independently, as in
+// Flash-Decoding (Dao et al., 2023); each leaves for each of its rows
+//
+//     [ out (Dv), not normalised | max | sum ]
+//
+// and these are merged in order: the same bits on any number of threads.
+
+namespace qkv::kernels::QKV_ISA {
+
+/// The row of a partial result.
+template <class T>
+inline int64_t partial_row(const Problem<T>& problem) {
+  return problem.value_dim + 2;
+}
+
+/// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was
+/// summed so far.
+template <class T>
+inline T add_sink(T sink, T& max, T& sum) {
+  const T new_max = max > sink ? max : sink;
+  if (new_max == -static_cast<T>(__builtin_inff())) return T(0);
+  const T correction = natural_exp(max - new_max);
+  sum = sum * correction + (sink == new_max ? T(1) : natural_exp(sink - new_max));
+  max = new_max;
+  return correction / sum;
+}
+
+/// Output and logsumexp of the first rows of a head from partial[split][row].
+template <class T, int kRows>
+inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, int64_t splits,
+                  const T* partial) {
+  const Problem<T>& p = params.problem;
+  const T minus_infinity = -static_cast<T>(__builtin_inff());
+  const int64_t step = tile.rows * partial_row(p);
+  for (int r = 0; r < tile.rows; ++r) {
+    const T* parts = partial + r * partial_row(p);
+    T max = minus_infinity, sum = T(0);
+    for (int64_t s = 0; s < splits; ++s) {
+      const T max_s = parts[s * step + p.value_dim];
+      if (max_s > max) max = max_s;
+    }
+    T* out = tile.row(params.out, r);
+    const int64_t column = params.out.column_stride;
+    for (int64_t d = 0; d < p.value_dim; ++d) out[d * column] = T(0);
+    for (int64_t s = 0; s < splits; ++s) {
+      const T* part = parts + s * step;
+      const T max_s = part[p.value_dim];
+      if (max_s == minus_infinity) continue;  // it kept nothing
+      const T factor = natural_exp(max_s - max);
+      sum += factor * part[p.value_dim + 1];
+      for (int64_t d = 0; d < p.value_dim; ++d) out[d * column] += factor * part[d];
+    }
+    T normaliser = sum == T(0) ? T(0) : T(1) / sum;
+    if (p.sinks.data != nullptr) normaliser = add_sink(tile.number_of_head(p.sinks, r), max, sum);
+    normaliser *= dropout_scale<T>(p.dropout);
+    for (int64_t d = 0; d < p.value_dim; ++d) out[d * column] *= normaliser;
+    params.lse[tile.scalar(p, r)] = max + natural_log(sum);
+  }
+}
+
+}  // namespace qkv::kernels::QKV_ISA
