@@ -1,5 +1,9 @@
 """The operators against the definition in float64: values and gradients, every sample and dtype."""
 
+import os
+import subprocess
+import sys
+
 import definition
 import pytest
 import samples
@@ -39,6 +43,28 @@ def test_philox():
         assert definition.philox(counter, key) == words
 
 
+@pytest.mark.parametrize("isa", ["generic", "avx2"])
+def test_other_instruction_sets(isa):
+    """The tests of this file once more, on kernels that are not this processor's best."""
+    environment = {**os.environ, "QKV_CPU_ISA": isa}
+    known = subprocess.run(
+        [sys.executable, "-c", "import torch, qkv; qkv.explain(*[torch.ones(2, 2)] * 3)"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if "this processor does not have it" in known.stderr:
+        pytest.skip(f"no {isa} here")
+    tests = f"{__file__}::test_values_and_gradients"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", tests],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @samples.parametrize()
 def test_values_and_gradients(entry, dtype):
@@ -49,6 +75,7 @@ def test_values_and_gradients(entry, dtype):
     actual_out, actual_lse = sample.call(qkv.attention_with_lse)
     assert_near("output", actual_out, out, TOLERANCE[dtype])
     assert_near("logsumexp", actual_lse, lse, TOLERANCE[dtype])
+    assert "forward, backward  fused cpu" in sample.call(qkv.explain)
     assert torch.equal(sample.call(qkv.attention), actual_out)
     options = {n: x for n, x in sample.kwargs.items() if n != "dropout_p"}
     actual_weights = qkv.attention_weights(sample.query, sample.key, **options)

@@ -23,7 +23,14 @@ def normal(*shape, dtype=torch.float64, requires_grad=False):
 
 @pytest.mark.parametrize(
     "name",
-    ["plain", "everything", "float_mask", "batch_broadcast", "no_head", "dropout_softcap_alibi_sinks"],
+    [
+        "plain",
+        "everything",
+        "float_mask",
+        "batch_broadcast",
+        "no_head",
+        "dropout_softcap_alibi_sinks",
+    ],
 )
 def test_opcheck_public(name):
     """Of each kind one: opcheck traces the whole graph, which for the reference takes seconds."""

@@ -86,19 +86,20 @@ def test_fallback_is_said_once_for_each_reason():
     program = """
 import torch, qkv
 q = torch.randn(1, 2, 3, 4)
+attend = lambda q: qkv.attention(q, q, q).sum()
 for _ in range(3):
-    qkv.attention(q, q, q)
-    qkv.attention(q, q, q, softcap=1.0)
-    qkv.attention(q.bfloat16(), q.bfloat16(), q.bfloat16())
+    torch.func.grad(attend)(q)
+    torch.func.jvp(attend, (q,), (q,))
+    torch.func.grad(lambda q: torch.func.grad(attend)(q).sum())(q)
 """
     done = python(program)
     assert done.returncode == 0
     assert done.stderr.count("running unfused") == 2
-    assert "because softcap has no fused kernel" in done.stderr
-    assert "because dtype bfloat16 has no fused kernel" in done.stderr
+    assert "because forward-mode derivatives have no fused kernel" in done.stderr
+    assert "because second derivatives have no fused kernel" in done.stderr
     strict = python(program, QKV_STRICT="1")
     assert (
-        "RuntimeError: qkv::attention: QKV_STRICT is set and this would run unfused: softcap"
+        "RuntimeError: qkv::attention: QKV_STRICT is set and this would run unfused: forward-mode"
         in strict.stderr
     )
 
