@@ -156,7 +156,7 @@ def compare_speed() -> str:
     for comparison in found:
         if "fused cpu" not in comparison.explanation:
             raise Failure(f"{comparison.case.name}: {comparison.explanation}")
-        if not comparison.difference < 1e-4:
+        if not comparison.difference < comparison.case.tolerance:
             raise Failure(
                 f"{comparison.case.name}: differs from PyTorch by {comparison.difference:.1e}"
             )

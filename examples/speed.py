@@ -5,6 +5,7 @@ python examples/speed.py
 
 import statistics
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from rich.console import Console
@@ -26,18 +27,29 @@ class Case:
     head_dim: int
     causal: bool = False
     backward: bool = False
+    kv_heads: Optional[int] = None  # fewer than heads: grouped
+    dtype: torch.dtype = torch.float32
 
     @property
     def shape(self) -> str:
-        return f"B{self.batch} H{self.heads} M{self.queries} N{self.keys} D{self.head_dim}"
+        heads = self.heads if self.kv_heads is None else f"{self.heads}:{self.kv_heads}"
+        return f"B{self.batch} H{heads} M{self.queries} N{self.keys} D{self.head_dim}"
+
+    @property
+    def tolerance(self) -> float:
+        """How far two right answers may be apart."""
+        return 1e-4 if self.dtype == torch.float32 else 2e-2
+
+    @property
+    def options(self) -> dict[str, bool]:
+        return {"is_causal": self.causal, "enable_gqa": self.kv_heads is not None}
 
     def tensors(self) -> list[Tensor]:
         torch.manual_seed(0)
-        rows = (self.queries, self.keys, self.keys)
-        return [
-            torch.randn(self.batch, self.heads, n, self.head_dim, requires_grad=self.backward)
-            for n in rows
-        ]
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        sizes = ((self.heads, self.queries), (kv_heads, self.keys), (kv_heads, self.keys))
+        kwargs = {"dtype": self.dtype, "requires_grad": self.backward}
+        return [torch.randn(self.batch, h, n, self.head_dim, **kwargs) for h, n in sizes]
 
 
 CASES = [
@@ -50,7 +62,9 @@ CASES = [
     Case("the same, one head", 1, 1, 2048, 2048, 64, causal=True, backward=True),
     Case("the same, the demo's model", 4, 4, 128, 128, 32, causal=True, backward=True),
     Case("forward + backward, many tiny", 2048, 4, 24, 24, 16, backward=True),
-    Case("forward, one query", 1, 8, 1, 4096, 64),
+    Case("decoding", 1, 8, 1, 4096, 64),
+    Case("decoding, grouped heads", 1, 32, 1, 32768, 64, kv_heads=8),
+    Case("decoding, bfloat16", 1, 8, 1, 32768, 64, dtype=torch.bfloat16),
 ]
 
 
@@ -75,13 +89,13 @@ class Comparison:
 
 def compare(case: Case, rounds: int = 7) -> Comparison:
     q, k, v = case.tensors()
-    grad = torch.randn(case.batch, case.heads, case.queries, case.head_dim)
-    statement = "f(q, k, v, is_causal=causal)"
+    grad = torch.randn(case.batch, case.heads, case.queries, case.head_dim, dtype=case.dtype)
+    statement = "f(q, k, v, **options)"
     if case.backward:
         statement = f"torch.autograd.grad({statement}, (q, k, v), grad)"
 
     def timer(f) -> Timer:
-        names = {"f": f, "q": q, "k": k, "v": v, "grad": grad, "causal": case.causal}
+        names = {"f": f, "q": q, "k": k, "v": v, "grad": grad, "options": case.options}
         return Timer(
             statement, globals={"torch": torch, **names}, num_threads=torch.get_num_threads()
         )
@@ -90,11 +104,11 @@ def compare(case: Case, rounds: int = 7) -> Comparison:
     number = max(1, int(0.05 / ours.timeit(2).median))  # 50 ms a turn
     pairs = [(ours.timeit(number).median, theirs.timeit(number).median) for _ in range(rounds)]
     with torch.no_grad():
-        found = qkv.attention(q, k, v, is_causal=case.causal)
-        expected = scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+        found = qkv.attention(q, k, v, **case.options)
+        expected = scaled_dot_product_attention(q, k, v, **case.options)
     return Comparison(
         case,
-        qkv.explain(q, k, v, is_causal=case.causal),
+        qkv.explain(q, k, v, **case.options),
         1e3 * statistics.median(a for a, _ in pairs),
         sorted(b / a for a, b in pairs),
         (found - expected).abs().max().item(),

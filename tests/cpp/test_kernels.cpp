@@ -30,7 +30,10 @@ const CpuKernels<T>& kernels_of(const CpuKernelTable& table) {
 struct Shape {
   int64_t heads, kv_heads, queries, keys, head_dim, value_dim;
   Band band;
+  bool options = false;  // softcap, ALiBi and sinks
 };
+
+constexpr double kSoftcap = 1.5;
 
 /// One problem in dense tensors, run unit by unit.
 template <class T>
@@ -48,6 +51,9 @@ class KernelRun {
     fill(k_, s_.kv_heads * s_.keys * s_.head_dim);
     fill(v_, s_.kv_heads * s_.keys * s_.value_dim);
     fill(g_, s_.heads * s_.queries * s_.value_dim);
+    fill(slopes_, s_.heads);
+    fill(sinks_, s_.heads);
+    for (T& slope : slopes_) slope = std::abs(slope) / 16;
     out_.resize(g_.size());
     lse_.resize(s_.heads * s_.queries);
     dq_.resize(q_.size());
@@ -67,14 +73,27 @@ class KernelRun {
     p.query = operand<const T>(q_.data(), s_.queries, s_.head_dim);
     p.key = operand<const T>(k_.data(), s_.keys, s_.head_dim);
     p.value = operand<const T>(v_.data(), s_.keys, s_.value_dim);
+    if (s_.options) {
+      p.softcap = T(kSoftcap);
+      p.alibi_slopes.data = slopes_.data();
+      p.alibi_slopes.head_stride = 1;
+      p.sinks.data = sinks_.data();
+      p.sinks.head_stride = 1;
+    }
 
     ForwardParams<T> forward{};
     forward.problem = p;
     forward.out = operand<T>(out_.data(), s_.queries, s_.value_dim);
     forward.lse = lse_.data();
     const auto scratch = memory(kernels_.forward_scratch_bytes(forward));
+    const int64_t parts = kernels_.forward_partial_size(forward);
+    const auto forward_partial = memory(parts * sizeof(T));
+    forward.partial = static_cast<T*>(forward_partial.get());
     for (int64_t unit = 0; unit < kernels_.forward_units(forward); ++unit) {
       kernels_.forward(forward, unit, scratch.get());
+    }
+    for (int64_t head = 0; parts > 0 && head < s_.kv_heads; ++head) {
+      kernels_.merge_forward(forward, head);
     }
 
     BackwardParams<T> backward{};
@@ -111,14 +130,20 @@ class KernelRun {
       for (int64_t i = 0; i < s_.queries; ++i) {
         const int64_t row = h * s_.queries + i, position = i + s_.band.offset;
         const T *q = &q_[row * s_.head_dim], *grad = &g_[row * s_.value_dim];
-        std::vector<double> p(s_.keys), dp(s_.keys), out(s_.value_dim);
-        double sum = 0.0;
+        std::vector<double> p(s_.keys), dp(s_.keys), cap_slope(s_.keys, 1.0), out(s_.value_dim);
+        double sum = s_.options ? std::exp(double(sinks_[h])) : 0.0;
         for (int64_t j = 0; j < s_.keys; ++j) {
           const bool keep = (s_.band.left < 0 || j >= position - s_.band.left) &&
                             (s_.band.right < 0 || j <= position + s_.band.right);
           double score = 0.0;
           for (int64_t d = 0; d < s_.head_dim; ++d) score += double(q[d]) * k[j * s_.head_dim + d];
-          p[j] = keep ? std::exp(score * double(T(0.3))) : 0.0;
+          score *= double(T(0.3));
+          if (s_.options) {
+            const double t = std::tanh(score / kSoftcap);
+            cap_slope[j] = 1 - t * t;
+            score = kSoftcap * t - slopes_[h] * std::abs(double(position - j));
+          }
+          p[j] = keep ? std::exp(score) : 0.0;
           sum += p[j];
         }
         double delta = 0.0;
@@ -132,7 +157,7 @@ class KernelRun {
           delta += p[j] * dp[j];
         }
         for (int64_t j = 0; j < s_.keys; ++j) {
-          const double ds = p[j] * (dp[j] - delta) * double(T(0.3));
+          const double ds = p[j] * (dp[j] - delta) * cap_slope[j] * double(T(0.3));
           for (int64_t d = 0; d < s_.head_dim; ++d) {
             dq[row * s_.head_dim + d] += ds * k[j * s_.head_dim + d];
             dk[(g * s_.keys + j) * s_.head_dim + d] += ds * q[d];
@@ -181,15 +206,14 @@ class KernelRun {
 
   const CpuKernels<T>& kernels_;
   Shape s_;
-  std::vector<T> q_, k_, v_, g_, out_, lse_, dq_, dk_, dv_;
+  std::vector<T> q_, k_, v_, g_, slopes_, sinks_, out_, lse_, dq_, dk_, dv_;
 };
 
 class Kernels : public ::testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
     const auto chosen = choose_cpu_kernels(GetParam());
-    if (chosen.choice == IsaChoice::kNotOnThisCpu) GTEST_SKIP() << "not on this processor";
-    ASSERT_EQ(chosen.choice, IsaChoice::kFound);
+    if (chosen.choice != IsaChoice::kFound) GTEST_SKIP() << "not on this processor";
     table_ = chosen.table;
   }
 
@@ -199,11 +223,25 @@ class Kernels : public ::testing::TestWithParam<const char*> {
 TEST_P(Kernels, EqualLoopsInDouble) {
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
   const Shape shapes[] = {
-      {1, 1, 1, 1, 1, 1, all},          {2, 2, 5, 7, 3, 4, all},
-      {1, 1, 17, 33, 8, 8, causal},     {1, 1, 50, 300, 20, 17, all},
-      {2, 1, 100, 290, 16, 33, causal}, {6, 2, 40, 200, 31, 64, causal},
-      {4, 2, 60, 90, 24, 80, window},   {1, 1, 30, 20, 5, 5, outside},
-      {1, 1, 49, 97, 65, 63, causal},   {3, 1, 33, 129, 48, 1, window},
+      {1, 1, 1, 1, 1, 1, all},
+      {2, 2, 5, 7, 3, 4, all},
+      {1, 1, 17, 33, 8, 8, causal},
+      {1, 1, 50, 300, 20, 17, all},
+      {2, 1, 100, 290, 16, 33, causal},
+      {6, 2, 40, 200, 31, 64, causal},
+      {4, 2, 60, 90, 24, 80, window},
+      {1, 1, 30, 20, 5, 5, outside},
+      {1, 1, 49, 97, 65, 63, causal},
+      {3, 1, 33, 129, 48, 1, window},
+      // Few rows: other kernels, and with many keys several ranges of them.
+      {2, 2, 1, 2100, 33, 70, all},
+      {4, 1, 1, 2100, 16, 5, window},
+      {3, 1, 1, 40, 7, 64, all},
+      {2, 1, 1, 3000, 8, 16, outside},
+      {1, 1, 30, 2500, 9, 20, all},
+      {1, 1, 2, 300, 64, 64, all, true},
+      {4, 2, 60, 290, 24, 20, all, true},
+      {2, 1, 20, 2100, 8, 8, causal, true},
   };
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {
@@ -217,7 +255,7 @@ TEST_P(Kernels, EqualLoopsInDouble) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Isa, Kernels, ::testing::Values("generic", "avx2", "avx512"),
+INSTANTIATE_TEST_SUITE_P(Isa, Kernels, ::testing::Values("generic", "avx2", "avx512", "neon"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(Isa, NamesAreChecked) {

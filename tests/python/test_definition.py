@@ -68,18 +68,37 @@ def test_other_instruction_sets(isa):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @samples.parametrize()
 def test_values_and_gradients(entry, dtype):
+    check_values_and_gradients(entry, dtype)
+
+
+def largest_score(sample):
+    """A bound on it. A rounding of a score is an error in the exponent of a weight."""
+    o = sample.kwargs
+    positions = sample.query.shape[-2] + sample.key.shape[-2] + abs(o.get("query_offset", 0))
+    bound = (
+        abs(o.get("scale", 1.0)) * sample.query.norm(dim=-1).max() * sample.key.norm(dim=-1).max()
+    )
+    if "alibi_slopes" in o:
+        bound += o["alibi_slopes"].max() * positions
+    return bound.item()
+
+
+def check_values_and_gradients(entry, dtype):
     # Both start from the same numbers: rounding the input is not an error of the operator.
     sample = samples.make(entry, dtype).requires_grad()
     exact = sample.to(torch.float64).requires_grad()
     out, lse, weights = exact.call(definition.attention)
     actual_out, actual_lse = sample.call(qkv.attention_with_lse)
-    assert_near("output", actual_out, out, TOLERANCE[dtype])
-    assert_near("logsumexp", actual_lse, lse, TOLERANCE[dtype])
+    tolerance = TOLERANCE[dtype]
+    if min(sample.query.numel(), sample.key.numel()) > 0:
+        tolerance *= max(1.0, largest_score(exact) / 16)
+    assert_near("output", actual_out, out, tolerance)
+    assert_near("logsumexp", actual_lse, lse, tolerance)
     assert "forward, backward  fused cpu" in sample.call(qkv.explain)
     assert torch.equal(sample.call(qkv.attention), actual_out)
     options = {n: x for n, x in sample.kwargs.items() if n != "dropout_p"}
     actual_weights = qkv.attention_weights(sample.query, sample.key, **options)
-    assert_near("weights", actual_weights, weights, TOLERANCE[dtype])
+    assert_near("weights", actual_weights, weights, tolerance)
 
     grad_out = torch.randn(out.shape, dtype=torch.float64)
     # Where logsumexp is -inf it has no gradient.
@@ -98,4 +117,4 @@ def test_values_and_gradients(entry, dtype):
         (grad_out.to(dtype), grad_lse.to(actual_lse.dtype)),
     )
     for name, a, e in zip(names, actual, expected, strict=True):
-        assert_near(f"gradient of {name}", a, e, 10 * TOLERANCE[dtype])
+        assert_near(f"gradient of {name}", a, e, 10 * tolerance)

@@ -24,6 +24,8 @@ const Isa kIsas[] = {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
      }},
+#elif defined(QKV_ARM)
+    {&neon::table, [] { return true; }},  // every 64-bit ARM has it
 #endif
     {&generic::table, [] { return true; }},
 };
@@ -42,6 +44,8 @@ ChosenKernels choose_cpu_kernels(const char* name) {
 const char* cpu_isa_names() {
 #if defined(QKV_X86)
   return "avx512, avx2, generic";
+#elif defined(QKV_ARM)
+  return "neon, generic";
 #else
   return "generic";
 #endif

@@ -48,6 +48,9 @@ extern const CpuKernelTable table;
 namespace avx512 {
 extern const CpuKernelTable table;
 }
+namespace neon {
+extern const CpuKernelTable table;
+}
 
 enum class IsaChoice { kFound, kUnknownName, kNotOnThisCpu };
 
@@ -56,8 +59,7 @@ struct ChosenKernels {
   const CpuKernelTable* table;  // nullptr unless found
 };
 
-/// The best instruction set of this processor, or the one called `name` ("generic", "avx2",
-/// "avx512") if it is not nullptr.
+/// The best instruction set of this processor, or the one called `name` if it is not nullptr.
 ChosenKernels choose_cpu_kernels(const char* name);
 
 /// The sets compiled into this library, best first, separated by ", ".

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <arm_neon.h>
+#include <stdint.h>
+
+// Vectors of 4 floats or 2 doubles for 64-bit ARM; the interface is described in simd_avx512.h.
+
+#define QKV_INLINE inline __attribute__((always_inline))
+
+namespace qkv::kernels::neon {
+
+template <class T>
+struct Simd;
+
+template <>
+struct Simd<float> {
+  using Number = float32x4_t;
+  using Mask = uint32x4_t;
+  static constexpr int kWidth = 4;
+  static constexpr int kBroadcastRows = 8;  // 8 x 3 accumulators, 3 operands: 27 of 32 registers
+  static constexpr int kOuterVectors = 4;   // and the shape for long rows of C
+  static constexpr int kOuterRows = 6;
+  static constexpr float kExpZero = -88.1f;  // exp(x) is exactly 0 from here down
+
+  static QKV_INLINE Number zero() { return vdupq_n_f32(0.0f); }
+  static QKV_INLINE Number set(float x) { return vdupq_n_f32(x); }
+  static QKV_INLINE Number load(const float* p) { return vld1q_f32(p); }
+  static QKV_INLINE void store(float* p, Number x) { vst1q_f32(p, x); }
+  static QKV_INLINE Number load_bfloat16(const uint16_t* p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+  }
+  static QKV_INLINE Number load_float16(const uint16_t* p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+  }
+  static QKV_INLINE float sum(Number x) { return vaddvq_f32(x); }
+  static QKV_INLINE Number fma(Number a, Number b, Number c) { return vfmaq_f32(c, a, b); }
+  static QKV_INLINE Number maximum(Number a, Number b) { return vmaxq_f32(a, b); }
+  static QKV_INLINE Number minimum(Number a, Number b) { return vminq_f32(a, b); }
+  static QKV_INLINE Number round(Number x) { return vrndnq_f32(x); }
+  /// x · 2^n for integral -127 <= n <= 127; 0 for n = -127.
+  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
+    const int32x4_t biased = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+    return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
+  }
+  static QKV_INLINE Mask equal(Number a, Number b) { return vceqq_f32(a, b); }
+  static QKV_INLINE Mask less(Number a, Number b) { return vcltq_f32(a, b); }
+  static QKV_INLINE bool any_greater(Number a, Number b) {
+    return vmaxvq_u32(vcgtq_f32(a, b)) != 0;
+  }
+  static QKV_INLINE Number select(Mask m, Number a, Number b) { return vbslq_f32(m, a, b); }
+  static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
+    uint32_t four;
+    __builtin_memcpy(&four, bytes, sizeof(four));
+    const uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
+    return vtstq_u32(vmovl_u16(vget_low_u16(wide)), vdupq_n_u32(1u << bit));
+  }
+};
+
+template <>
+struct Simd<double> {
+  using Number = float64x2_t;
+  using Mask = uint64x2_t;
+  static constexpr int kWidth = 2;
+  static constexpr int kBroadcastRows = 8;
+  static constexpr int kOuterVectors = 4;
+  static constexpr int kOuterRows = 6;
+  static constexpr double kExpZero = -709.4;
+
+  static QKV_INLINE Number zero() { return vdupq_n_f64(0.0); }
+  static QKV_INLINE Number set(double x) { return vdupq_n_f64(x); }
+  static QKV_INLINE Number load(const double* p) { return vld1q_f64(p); }
+  static QKV_INLINE void store(double* p, Number x) { vst1q_f64(p, x); }
+  static QKV_INLINE double sum(Number x) { return vaddvq_f64(x); }
+  static QKV_INLINE Number fma(Number a, Number b, Number c) { return vfmaq_f64(c, a, b); }
+  static QKV_INLINE Number maximum(Number a, Number b) { return vmaxq_f64(a, b); }
+  static QKV_INLINE Number minimum(Number a, Number b) { return vminq_f64(a, b); }
+  static QKV_INLINE Number round(Number x) { return vrndnq_f64(x); }
+  /// x · 2^n for integral -1023 <= n <= 1023; 0 for n = -1023.
+  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
+    const int64x2_t biased = vaddq_s64(vcvtq_s64_f64(n), vdupq_n_s64(1023));
+    return vmulq_f64(x, vreinterpretq_f64_s64(vshlq_n_s64(biased, 52)));
+  }
+  static QKV_INLINE Mask equal(Number a, Number b) { return vceqq_f64(a, b); }
+  static QKV_INLINE Mask less(Number a, Number b) { return vcltq_f64(a, b); }
+  static QKV_INLINE bool any_greater(Number a, Number b) {
+    return vmaxvq_u32(vreinterpretq_u32_u64(vcgtq_f64(a, b))) != 0;
+  }
+  static QKV_INLINE Number select(Mask m, Number a, Number b) { return vbslq_f64(m, a, b); }
+  static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
+    const uint64x2_t both = vcombine_u64(vcreate_u64(bytes[0]), vcreate_u64(bytes[1]));
+    return vtstq_u64(both, vdupq_n_u64(uint64_t(1) << bit));
+  }
+};
+
+}  // namespace qkv::kernels::neon
