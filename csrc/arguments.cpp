@@ -2,7 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <sstream>
 
 #include "dtype_name.h"
@@ -67,7 +69,11 @@ void check_query_key_value(const char* op, const Arguments& a) {
 void check_scalars(const char* op, const Arguments& a) {
   TORCH_CHECK_VALUE(a.dropout_p >= 0.0 && a.dropout_p <= 1.0, op,
                     ": dropout_p must be between 0 and 1, but is ", a.dropout_p);
-  TORCH_CHECK_VALUE(!a.scale || std::isfinite(*a.scale), op, ": scale must be finite, but is ",
+  const double largest_scale = a.query.scalar_type() == at::kDouble
+                                   ? std::numeric_limits<double>::max()
+                                   : std::numeric_limits<float>::max();
+  TORCH_CHECK_VALUE(!a.scale || std::abs(*a.scale) <= largest_scale, op,
+                    ": scale must be finite, but is ",
                     a.scale.value_or(0.0));
   TORCH_CHECK_VALUE(a.softcap >= 0.0 && std::isfinite(a.softcap), op,
                     ": softcap must be positive, or 0 for none, but is ", a.softcap);
@@ -189,7 +195,10 @@ std::vector<SymInt> band_of(const Arguments& a) {
   SymInt left = a.window ? (*a.window)[0] : SymInt(-1);
   SymInt right = a.window ? (*a.window)[1] : SymInt(-1);
   if (a.is_causal) right = 0;  // a window to the right of the diagonal has nothing left to add
-  return {std::move(left), std::move(right), a.query_offset.value_or(0)};
+  SymInt offset = a.query_offset.value_or(0);
+  constexpr int64_t kFar = int64_t(1) << 60;  // from every key, yet sums with it do not overflow
+  if (const auto number = offset.maybe_as_int()) offset = std::clamp(*number, -kFar, kFar);
+  return {std::move(left), std::move(right), std::move(offset)};
 }
 
 std::string why_unfused(const Call& call) {
@@ -221,7 +230,8 @@ Call checked_call(const char* op, const Arguments& given_arguments) {
   call.operands.attn_mask = a.attn_mask;
   call.operands.alibi_slopes = a.alibi_slopes;
   call.operands.sinks = a.sinks;
-  call.operands.key_mask = a.key_mask;
+  call.operands.key_mask = a.key_mask && a.key_mask->dim() == 0 ? a.key_mask->unsqueeze(0)
+                                                                 : a.key_mask;
   const int64_t head_dim = a.query.sym_size(-1).guard_int(__FILE__, __LINE__);
   call.operands.scale =
       a.scale.value_or(head_dim == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(head_dim)));

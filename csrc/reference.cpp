@@ -120,20 +120,24 @@ Softmax softmax(const Operands& x) {
   Softmax result;
   result.keep = kept_pairs(x);
   scores = scores.where(result.keep, -kInfinity);
-  if (x.sinks) {
+  if (x.sinks) {  // one more score, of a value that is 0
     const Tensor sinks = x.sinks->to(real).unsqueeze(-1).unsqueeze(-1);
     auto column = scores.sym_sizes().vec();
     column.back() = 1;
-    result.lse = at::logsumexp(at::cat({scores, sinks.expand_symint(column)}, -1), -1);
-  } else {
-    // The logsumexp of nothing is -inf, but its derivatives are 0, not ATen's NaN.
-    const Tensor empty = result.keep.any(-1).logical_not();
-    result.lse = at::logsumexp(scores.masked_fill(empty.unsqueeze(-1), 0.0), -1)
-                     .masked_fill(empty, -kInfinity);
+    scores = at::cat({scores, sinks.expand_symint(column)}, -1);
   }
-  // -inf - -inf is NaN; rows that keep nothing get weight 0 by selection.
-  const Tensor lse = result.lse.masked_fill(result.lse == -kInfinity, 0.0).unsqueeze(-1);
-  result.weights = at::exp(scores - lse).where(result.keep, 0.0);
+  // The logsumexp of nothing is -inf, but its derivatives are 0, not ATen's NaN.
+  const Tensor empty = scores.eq(-kInfinity).all(-1, true);
+  scores = scores.masked_fill(empty, 0.0);
+  result.lse = at::logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -kInfinity);
+  // Not exp(scores - lse): the rounding of a large lse would be a factor.
+  Tensor weights = at::softmax(scores, -1).masked_fill(empty, 0.0);
+  if (x.sinks) {
+    const c10::SymInt keys = x.key.sym_size(-2);
+    result.sink_weights = weights.narrow_symint(-1, keys, 1);
+    weights = weights.narrow_symint(-1, 0, keys);
+  }
+  result.weights = weights.where(result.keep, 0.0);
   return result;
 }
 
@@ -146,13 +150,13 @@ Tensor dropout_factors(const Operands& x) {
 }
 
 TensorTuple<2> attention(const Operands& x) {
-  const auto [weights, lse, keep] = softmax(x);
+  const Softmax s = softmax(x);
   const Tensor factors = dropout_factors(x);
-  const Tensor used = factors.defined() ? weights * factors : weights;
-  const Tensor value = for_query_heads(x.value, x).to(weights.scalar_type());
+  const Tensor used = factors.defined() ? s.weights * factors : s.weights;
+  const Tensor value = for_query_heads(x.value, x).to(s.weights.scalar_type());
   // Nothing reaches a row that keeps nothing, nor comes back from its gradient.
-  const Tensor out = product_of_kept(used, keep, value).where(keep.any(-1, true), 0.0);
-  return {out.to(x.query.scalar_type()), lse};
+  const Tensor out = product_of_kept(used, s.keep, value).where(s.keep.any(-1, true), 0.0);
+  return {out.to(x.query.scalar_type()), s.lse};
 }
 
 }  // namespace qkv::reference

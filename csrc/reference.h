@@ -2,17 +2,18 @@
 
 #include "operands.h"
 
-// Attention as it is defined (docs/design.md, section 1), in ordinary ATen operations: what the
-// tests compare with, what runs where there is no fused kernel, and what autograd differentiates
+// Attention as it is defined (docs/design.md, section 1), in ordinary ATen operations: what
+// runs where there is no fused kernel, and what autograd differentiates
 // where there is no fused derivative. It needs memory for all M x N scores.
 
 namespace qkv::reference {
 
 /// The softmax of attention, with float64 numbers for float64, float32 otherwise.
 struct Softmax {
-  Tensor weights;  // (batch.., Hq, M, N)
-  Tensor lse;      // (batch.., Hq, M)
-  Tensor keep;     // bool, broadcasts to weights
+  Tensor weights;       // (batch.., Hq, M, N)
+  Tensor sink_weights;  // (batch.., Hq, M, 1), undefined without sinks
+  Tensor lse;           // (batch.., Hq, M)
+  Tensor keep;          // bool, broadcasts to weights
 };
 
 /// keep(i, j) of band, masks and key mask. Broadcasts to (batch.., Hq, M, N).

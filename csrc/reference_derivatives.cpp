@@ -9,16 +9,12 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <limits>
-
 #include "environment.h"
 #include "reference.h"
 
 namespace qkv {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// The softmax and the tensors around it, with one head for each query head, in the numbers that
 /// sums are taken in. All pairs (batch.., Hq, M, N) are 0 where they are not kept.
@@ -29,7 +25,6 @@ struct Recomputed {
   reference::Softmax softmax;
   Tensor cap_slope;      // softcap'(U), undefined without a softcap
   Tensor cap_curvature;  // softcap''(U)
-  Tensor sink_weights;   // W, (batch.., Hq, M, 1), undefined without sinks
   Tensor factors;        // R, undefined without dropout
 
   explicit Recomputed(const Operands& operands)
@@ -43,11 +38,6 @@ struct Recomputed {
       const Tensor t = (reference::capped_products(x) / x.softcap).where(softmax.keep, 0.0);
       cap_slope = 1.0 - t * t;
       cap_curvature = t * cap_slope * (-2.0 / x.softcap);
-    }
-    if (x.sinks) {
-      const Tensor sinks = x.sinks->to(real).unsqueeze(-1).unsqueeze(-1);
-      const Tensor lse = softmax.lse.unsqueeze(-1);
-      sink_weights = at::exp(sinks - lse).masked_fill(lse == -kInfinity, 0.0);
     }
     factors = reference::dropout_factors(x);
   }
@@ -111,7 +101,7 @@ TensorTuple<2> attention_jvp(const Operands& x, const OptionalTensor& query_t,
   if (alibi_slopes_t) scores_t = scores_t - r.slope_pairs(*alibi_slopes_t);
   const Tensor weighted = p * scores_t;
   Tensor lse_t = row_sum(weighted);
-  if (sinks_t) lse_t = lse_t + r.sink_weights * sinks_t->to(r.real).unsqueeze(-1).unsqueeze(-1);
+  if (sinks_t) lse_t = lse_t + r.softmax.sink_weights * sinks_t->to(r.real).unsqueeze(-1).unsqueeze(-1);
   Tensor out_t = r.over_keys(r.dropped(weighted - p * lse_t), r.value);
   if (value_t) out_t = out_t + r.over_keys(r.dropped(p), r.for_query_heads(*value_t));
   return {out_t.to(x.query.scalar_type()), lse_t.squeeze(-1)};
@@ -158,14 +148,14 @@ TensorTuple<8> attention_backward_backward(
   Tensor ggs;
   if (grad_grad_sinks) {
     ggs = grad_grad_sinks->to(r.real).unsqueeze(-1).unsqueeze(-1);
-    a_sum = a_sum + r.sink_weights * ggs;
+    a_sum = a_sum + r.softmax.sink_weights * ggs;
   }
   const Tensor cot_dp = r.dropped(p * (a - a_sum));
   Tensor cot_p = a * (dp - delta) - a_sum * dp;
   if (b.defined()) cot_p = cot_p + b;
   // Through the softmax over the keys and the sink.
   Tensor mean = row_sum(p * cot_p);
-  if (ggs.defined()) mean = mean - r.sink_weights * ggs * delta;
+  if (ggs.defined()) mean = mean - r.softmax.sink_weights * ggs * delta;
   const Tensor cot_s = p * (cot_p - mean);
   Tensor cot_u = r.capped(cot_s);
   if (au.defined() && r.cap_curvature.defined()) cot_u = cot_u + ds * au * r.cap_curvature;
@@ -201,7 +191,7 @@ TensorTuple<8> attention_backward_backward(
   }
   if (needs[7]) {
     const Tensor cot_w = ggs.defined() ? -ggs * delta - mean : -mean;
-    grads[7] = (r.sink_weights * cot_w).sum({-2, -1});
+    grads[7] = (r.softmax.sink_weights * cot_w).sum({-2, -1});
     grads[7] = grads[7].sum_to_size_symint(x.sinks->sym_sizes()).to(x.sinks->scalar_type());
   }
   for (Tensor& grad : grads) {

@@ -376,7 +376,10 @@ class MultiheadAttention(torch.nn.Module):
             (B.., M, embed_dim).
         """
         q, k, v, query_offset = self._project(query, key, value, cache)
-        return self._attend(q, k, v, attn_mask, key_padding_mask, query_offset)
+        out = self._attend(q, k, v, attn_mask, key_padding_mask, query_offset)
+        if cache is not None:  # only now: nothing is cached if the call fails
+            cache.advance(k.size(-2) - cache.length())
+        return out
 
     @torch.jit.export
     def forward_with_weights(
@@ -404,7 +407,10 @@ class MultiheadAttention(torch.nn.Module):
         )
         if average_weights:
             weights = weights.mean(-3)
-        return self._attend(q, k, v, attn_mask, key_padding_mask, query_offset), weights
+        out = self._attend(q, k, v, attn_mask, key_padding_mask, query_offset)
+        if cache is not None:
+            cache.advance(k.size(-2) - cache.length())
+        return out, weights
 
     def _split_heads(self, x: Tensor, heads: int) -> Tensor:
         """(.., rows, heads * head_dim) as (.., heads, rows, head_dim), a view."""
@@ -427,7 +433,7 @@ class MultiheadAttention(torch.nn.Module):
         if cache is None:
             return q, k, v, None
         query_offset = cache.length()
-        k, v = cache.append(k, v)
+        k, v = cache.extended(k, v)
         return q, k, v, query_offset
 
     def _attend(

@@ -1,6 +1,7 @@
 // _attention_backward on CPU: tensors to Params; parallel loops over splits of the keys, to sum
 // their parts of grad_query, for the mask's gradient and for what heads have one number of.
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -127,7 +128,10 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = grad_lse->contiguous();
   const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
-  run_in(readable(operands, real), readable(grad_out, real), dense_grad_lse, readable(out, real),
+  // Batch dimensions must merge if there are many. Those of out do if the query's did.
+  const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
+  const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
+  run_in(readable(operands, real), readable(incoming, real), dense_grad_lse, readable(out, real),
          lse.contiguous(), grads, needs);
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!grads[i].is_same(results[i])) results[i].copy_(grads[i]);

@@ -2,8 +2,6 @@
 
 #include <torch/library.h>
 
-#include <limits>
-
 #include "cpu/kernels.h"
 #include "cpu/problem.h"
 #include "cpu/units.h"

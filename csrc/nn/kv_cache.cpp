@@ -28,6 +28,13 @@ KVCache::KVCache(int64_t max_length) : max_length_(max_length) {
 }
 
 std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key, const at::Tensor& value) {
+  const auto all = extended(key, value);
+  advance(key.size(-2));
+  return all;
+}
+
+std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
+                                                     const at::Tensor& value) {
   TORCH_CHECK_VALUE(key.dim() >= 2 && value.dim() >= 2 && key.size(-2) == value.size(-2),
                     "qkv::KVCache: key and value must be (.., new keys, width), but have shapes ",
                     key.sizes(), " and ", value.sizes());
@@ -52,8 +59,14 @@ std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key, const 
   at::NoGradGuard no_grad;
   key_.narrow(-2, length_, count).copy_(key);
   value_.narrow(-2, length_, count).copy_(value);
+  return {key_.narrow(-2, 0, length_ + count), value_.narrow(-2, 0, length_ + count)};
+}
+
+void KVCache::advance(int64_t count) {
+  TORCH_CHECK_VALUE(count >= 0 && key_.defined() && length_ + count <= max_length_,
+                    "qkv::KVCache: there is room for ", max_length_, " keys, but ", length_,
+                    " are cached, and the cache cannot advance by ", count);
   length_ += count;
-  return {key_.narrow(-2, 0, length_), value_.narrow(-2, 0, length_)};
 }
 
 std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>> KVCache::cached() const {
@@ -75,6 +88,8 @@ TORCH_LIBRARY_FRAGMENT(qkv, m) {
   m.class_<KVCache>("KVCache")
       .def(torch::init<int64_t>(), "", {torch::arg("max_length")})
       .def("append", &KVCache::append)
+      .def("extended", &KVCache::extended)
+      .def("advance", &KVCache::advance)
       .def("truncate", &KVCache::truncate)
       .def("length", &KVCache::length)
       .def("max_length", &KVCache::max_length)

@@ -125,7 +125,7 @@ MultiheadAttentionImpl::Projected MultiheadAttentionImpl::project(
   if (options.window()) p.options.window(options.window()->first, options.window()->second);
   if (cache) {
     p.options.query_offset(cache->length());
-    std::tie(p.key, p.value) = cache->append(p.key, p.value);
+    std::tie(p.key, p.value) = cache->extended(p.key, p.value);
   }
   return p;
 }
@@ -140,7 +140,10 @@ at::Tensor MultiheadAttentionImpl::forward(const at::Tensor& query, const at::Te
                                            const at::Tensor& value, const at::Tensor& attn_mask,
                                            const at::Tensor& key_padding_mask,
                                            const c10::intrusive_ptr<KVCache>& cache) {
-  return attend(project(query, key, value, attn_mask, key_padding_mask, cache));
+  const Projected p = project(query, key, value, attn_mask, key_padding_mask, cache);
+  const at::Tensor out = attend(p);
+  if (cache) cache->advance(p.key.size(-2) - cache->length());
+  return out;
 }
 
 std::tuple<at::Tensor, at::Tensor> MultiheadAttentionImpl::forward_with_weights(
@@ -149,7 +152,9 @@ std::tuple<at::Tensor, at::Tensor> MultiheadAttentionImpl::forward_with_weights(
     const c10::intrusive_ptr<KVCache>& cache, bool average_weights) {
   const Projected p = project(query, key, value, attn_mask, key_padding_mask, cache);
   const at::Tensor weights = attention_weights(p.query, p.key, p.options);
-  return {attend(p), average_weights ? weights.mean(-3) : weights};
+  const at::Tensor out = attend(p);
+  if (cache) cache->advance(p.key.size(-2) - cache->length());
+  return {out, average_weights ? weights.mean(-3) : weights};
 }
 
 }  // namespace qkv::nn

@@ -46,6 +46,13 @@ class QKV_API KVCache : public torch::CustomClassHolder {
   /// \throws c10::ValueError if there is no room, or if the shapes do not fit the cached ones.
   std::tuple<at::Tensor, at::Tensor> append(const at::Tensor& key, const at::Tensor& value);
 
+  /// What append would return. The cache takes them in when it advances: so nothing is lost, and
+  /// nothing is in twice, if what is done with them in between fails.
+  std::tuple<at::Tensor, at::Tensor> extended(const at::Tensor& key, const at::Tensor& value);
+
+  /// Takes in the first `count` of the keys that it was last extended by.
+  void advance(int64_t count);
+
   /// All keys and values so far, none if there are none.
   std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>> cached() const;
 

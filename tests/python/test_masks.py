@@ -234,3 +234,90 @@ def test_window_far_beyond_the_keys():
         qkv.attention(query, key, value, is_causal=True, query_offset=far), everything
     )
     assert (qkv.attention(query, key, value, is_causal=True, query_offset=-far) == 0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 4, 40])
+@pytest.mark.parametrize("keys", [8, 2100])
+def test_a_kept_nan_is_seen_by_every_kernel(rows, keys, dtype):
+    """Few rows and many keys take other kernels, whose parts are merged."""
+    query, key = torch.randn(rows, 4, dtype=dtype), torch.randn(keys, 4, dtype=dtype)
+    key[-1] = NAN
+    for q, k in ((query, key), (query.fill_(NAN), key.nan_to_num())):
+        out, lse = qkv.attention_with_lse(q, k, torch.ones(keys, 4, dtype=dtype))
+        assert out.isnan().all() and lse.isnan().all()
+
+
+@DTYPES
+def test_poison_in_a_key_that_no_row_keeps(dtype):
+    """Nor do the empty lanes of a tile keep it."""
+    keep = torch.ones(5, 6, dtype=torch.bool)
+    keep[:, 2], keep[1, 3:] = False, False
+    query, key, value = tensors(dtype)
+    key[:, 2], query[:, 1] = NAN, NAN
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    grads = torch.autograd.grad(qkv.attention(*leaves, keep).sum(), leaves)
+    assert all((g[:, 2] == 0).all() for g in grads[1:])
+
+
+@DTYPES
+def test_poison_in_the_gradient_of_an_empty_row_and_its_sink(dtype):
+    keep = torch.ones(5, 6, dtype=torch.bool)
+    keep[1] = False
+    sinks = torch.zeros(2, dtype=dtype, requires_grad=True)
+    grad = torch.ones(2, 5, 4, dtype=dtype)
+    (clean,) = torch.autograd.grad(qkv.attention(*tensors(dtype), keep, sinks=sinks), sinks, grad)
+    grad[:, 1] = NAN
+    (dirty,) = torch.autograd.grad(qkv.attention(*tensors(dtype), keep, sinks=sinks), sinks, grad)
+    assert torch.equal(clean, dirty)
+
+
+def test_scores_that_overflow_to_minus_infinity():
+    """A row of them is like an empty one, also in its gradients."""
+    query, key, value = (torch.full((1, 5, 1), x) for x in (1e17, -1e17, 1.0))
+    mask = torch.full((5, 5), torch.finfo(torch.float32).min)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out = qkv.attention(*leaves, mask, scale=1.0)
+    for g in torch.autograd.grad(out.sum(), leaves):
+        assert g.isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [1e-300, 1e20, 1e39, 1e300])
+def test_a_softcap_that_does_not_fit_into_float32(softcap):
+    x = torch.randn(3, 4)
+    out = qkv.attention(x, x, x, softcap=softcap)
+    expected = x.mean(0).expand(3, 4) if softcap < 1 else qkv.attention(x, x, x)
+    torch.testing.assert_close(out, expected)
+
+
+@DTYPES
+def test_weights_of_a_row_sum_to_one_however_large_its_scores_are(dtype):
+    query, key, _ = tensors(dtype)
+    mask = torch.full((5, 6), torch.finfo(dtype).min, dtype=dtype)
+    weights = qkv.attention_weights(query, key, mask)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 5, dtype=dtype))
+
+
+def test_a_key_mask_without_dimensions():
+    x = torch.randn(3, 4, dtype=torch.float64)
+    everything = qkv.attention_weights(x, x)
+    assert torch.equal(qkv.attention_weights(x, x, key_mask=torch.tensor(True)), everything)
+    assert qkv.attention_weights(x, x, key_mask=torch.tensor(False)).abs().max() == 0
+
+
+@pytest.mark.parametrize("offset", [-(2**63), 2**63 - 1])
+def test_an_offset_at_the_end_of_the_integers(offset):
+    x = torch.randn(3, 4, dtype=torch.float64)
+    weights = qkv.attention_weights(x, x, is_causal=True, query_offset=offset)
+    expected = qkv.attention_weights(x, x) * (offset > 0)
+    assert torch.equal(weights, expected)
+    out = qkv.attention(x, x, x, is_causal=True, query_offset=offset)
+    torch.testing.assert_close(out, expected @ x)
+
+
+def test_many_batch_dimensions_and_a_gradient_that_lies_otherwise():
+    query = torch.randn(*[2] * 9, 1, 2, 2, requires_grad=True)
+    grad = torch.randn(*[2] * 9, 1, 2, 2).permute(*reversed(range(9)), 9, 10, 11)
+    out = qkv.attention(query, query, query)
+    (actual,) = torch.autograd.grad(out, query, grad, retain_graph=True)
+    assert torch.equal(actual, torch.autograd.grad(out, query, grad.contiguous())[0])

@@ -225,3 +225,15 @@ def test_dropout_in_training_only():
     x = torch.randn(1, 20, 8)
     assert not torch.equal(module(x), module(x))
     assert torch.equal(module.eval()(x), module(x))
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was():
+    module, cache = qkv.nn.MultiheadAttention(8, 2, causal=True), qkv.nn.KVCache(10)
+    x = torch.randn(1, 3, 8)
+    with torch.no_grad():
+        module(x, cache=cache)
+        with pytest.raises(ValueError, match="key_mask must broadcast"):
+            module(x, key_padding_mask=torch.zeros(1, 99, dtype=torch.bool), cache=cache)
+        assert cache.length() == 3
+        module(x, cache=cache)
+        assert cache.length() == 6

@@ -94,7 +94,8 @@ struct BackwardTile {
       const T* out = tile.row(params.out, r);
       const int64_t scalar = tile.scalar(p, r);
       const T sum = dot<T>(grad_out, out, p.value_dim);
-      lse[r] = params.lse[scalar];
+      // Nor does one that keeps nothing, or only scores that overflowed, whose lse is -inf.
+      if (params.lse[scalar] != -static_cast<T>(__builtin_inff())) lse[r] = params.lse[scalar];
       delta[r] = params.grad_lse == nullptr ? sum : sum - params.grad_lse[scalar];
     }
   }

@@ -39,8 +39,12 @@ inline void head_gradient(const HeadGradientParams<T>& params, int64_t unit) {
     for (int64_t i = 0; i < p.queries; ++i) {
       const T lse = backward.lse[first_scalar + i];
       if (lse == -static_cast<T>(__builtin_inff())) continue;  // no keys, and the sink is -inf
-      T delta = dot<T>(grad_out + i * backward.grad_out.row_stride,
-                       out + i * backward.out.row_stride, p.value_dim);
+      const T* out_i = out + i * backward.out.row_stride;
+      // An output of zeros is that of a row without keys, whose incoming gradient may be NaN.
+      bool all_zero = true;
+      for (int64_t d = 0; d < p.value_dim; ++d) all_zero &= out_i[d] == T(0);
+      T delta = all_zero ? T(0)
+                         : dot<T>(grad_out + i * backward.grad_out.row_stride, out_i, p.value_dim);
       if (backward.grad_lse != nullptr) delta -= backward.grad_lse[first_scalar + i];
       const T weight = sink >= lse ? T(1) : natural_exp(sink - lse);
       sum -= static_cast<double>(weight) * static_cast<double>(delta);

@@ -8,7 +8,7 @@
 //
 // Band, bool mask, float mask (-inf drops a pair) and key mask all end in one bit a pair:
 //
-//     bits[g][r], bit b  =  keep(row r, key first_key + 8·g + b)
+//     bits[g][r], bit b  =  keep(row r, key first_key + 8·g + b)      0 in lanes without a row
 //
 // so a tile is known to be empty (skipped: K and V are not even read), full (no masking at all) or
 // partial before its scores are computed.
@@ -59,7 +59,10 @@ struct MaskTile {
 
     const int bytes = (keys + 7) / 8;
     if (band_is_full) {
-      __builtin_memset(bits, 0xff, static_cast<size_t>(bytes) * kRows);
+      for (int g = 0; g < bytes; ++g) {
+        __builtin_memset(bits + g * kRows, 0xff, static_cast<size_t>(tile.rows));
+        __builtin_memset(bits + g * kRows + tile.rows, 0, static_cast<size_t>(kRows - tile.rows));
+      }
     } else {
       load_band(problem, tile, first_key, bytes);
     }

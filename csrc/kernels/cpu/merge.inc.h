@@ -52,9 +52,10 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
     for (int64_t s = 0; s < splits; ++s) {
       const T* part = parts + s * step;
       const T max_s = part[p.value_dim];
-      if (max_s == minus_infinity) continue;  // it kept nothing
+      const T sum_s = part[p.value_dim + 1];
+      if (max_s == minus_infinity && sum_s == T(0)) continue;  // it kept nothing (or only NaN: sum)
       const T factor = natural_exp(max_s - max);
-      sum += factor * part[p.value_dim + 1];
+      sum += factor * sum_s;
       for (int64_t d = 0; d < p.value_dim; ++d) out[d * column] += factor * part[d];
     }
     T normaliser = sum == T(0) ? T(0) : T(1) / sum;

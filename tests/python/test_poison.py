@@ -1,0 +1,130 @@
+"""NaN and inf at random places of random problems: nobody sees them but who keeps them.
+
+Every problem runs twice, with and without poison. Rows and keys that the poison cannot reach by the
+mask contract must have the same bits, outputs and gradients alike; rows that keep a NaN must show it.
+"""
+
+import random
+
+import definition
+import pytest
+import torch
+
+import qkv
+
+NAN, INF = float("nan"), float("inf")
+
+
+def problem(rng):
+    kv_heads, group = rng.choice([1, 2]), rng.choice([1, 1, 2, 3])
+    batch, heads = rng.choice([1, 2]), kv_heads * group
+    # Few rows, a tile and more; one range of keys and several.
+    m, n = rng.choice([1, 2, 4, 5, 17, 50]), rng.choice([1, 2, 7, 31, 97, 200, 2100])
+    if batch * heads * m * n > 100_000:
+        return problem(rng)
+    d, dv = rng.choice([1, 3, 17]), rng.choice([1, 3, 16])
+    dtype = rng.choice([torch.float64, torch.float32, torch.bfloat16])
+    kwargs = {"enable_gqa": True, "is_causal": rng.random() < 0.4}
+    kwargs["query_offset"] = rng.choice([0, n - m, -3, 5, n // 2])
+    if rng.random() < 0.3:
+        kwargs["window"] = (rng.choice([-1, 0, 3, 20]), rng.choice([-1, 0, 3, 20]))
+    if rng.random() < 0.3:
+        kwargs["softcap"] = 2.0
+    if rng.random() < 0.6:
+        shape = (rng.choice([batch, 1]), rng.choice([heads, 1]), m, n)
+        keep = (torch.rand(shape) < 0.5) & (torch.rand(n) < 0.7) & (torch.rand(m, 1) < 0.8)
+        if rng.random() < 0.5:
+            kwargs["attn_mask"] = keep
+        else:
+            kwargs["attn_mask"] = torch.randn(shape).to(dtype).masked_fill(~keep, -INF)
+    if rng.random() < 0.3:
+        kwargs["key_mask"] = torch.rand(batch, n) < 0.8
+    for name in ("alibi_slopes", "sinks"):
+        if rng.random() < 0.3:
+            kwargs[name] = torch.rand(heads) / 30
+    query = torch.randn(batch, heads, m, d).to(dtype)
+    key = torch.randn(batch, kv_heads, n, d).to(dtype)
+    value, grad = torch.randn(batch, kv_heads, n, dv), torch.randn(batch, heads, m, dv)
+    return query, key, value.to(dtype), grad.to(dtype), kwargs
+
+
+def kept_pairs(query, key, kwargs):
+    (batch, heads, m, _), n = query.shape, key.shape[-2]
+    mask, key_mask = kwargs.get("attn_mask"), kwargs.get("key_mask")
+    mask = None if mask is None else mask.expand(batch, heads, m, n)
+    options = (kwargs["is_causal"], kwargs.get("window"), kwargs["query_offset"])
+
+    def of_head(b, h):
+        return definition.kept_pairs(
+            m,
+            n,
+            *options,
+            None if mask is None else mask[b, h],
+            None if key_mask is None else key_mask[b],
+        )
+
+    return torch.stack([torch.stack([of_head(b, h) for h in range(heads)]) for b in range(batch)])
+
+
+def run(query, key, value, grad, kwargs):
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    extras = {
+        n: x.clone().requires_grad_()
+        for n, x in kwargs.items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+    }
+    out, lse = qkv.attention_with_lse(*leaves, **{**kwargs, **extras})
+    grads = torch.autograd.grad(out, [*leaves, *extras.values()], grad)
+    return out.detach(), lse.detach(), *grads[:3], dict(zip(extras, grads[3:]))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_poison_reaches_only_who_keeps_it(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    query, key, value, grad, kwargs = problem(rng)
+    keep = kept_pairs(query, key, kwargs)
+    (batch, heads, m, _), (kv_heads, n) = query.shape, key.shape[1:3]
+    group = heads // kv_heads
+
+    poison = rng.choice([NAN, INF, -INF])
+    bad_query, bad_key, bad_value, bad_grad = (x.clone() for x in (query, key, value, grad))
+
+    def poisoned(x, probability):
+        """Marks some rows of x, and poisons one number of each."""
+        marked = torch.rand(x.shape[:-1]) < probability * (rng.random() < 0.6)
+        x[..., 0] = x[..., 0].masked_fill(marked, poison)
+        return marked
+
+    q_bad, g_bad = poisoned(bad_query, 1 / m), poisoned(bad_grad, 1 / m)
+    k_bad, v_bad = poisoned(bad_key, 2 / n), poisoned(bad_value, 2 / n)
+
+    out, lse, dq, dk, dv, extras = run(query, key, value, grad, kwargs)
+    p_out, p_lse, p_dq, p_dk, p_dv, p_extras = run(bad_query, bad_key, bad_value, bad_grad, kwargs)
+
+    def for_rows(keys):
+        return (keep & keys.repeat_interleave(group, 1).unsqueeze(-2)).any(-1)
+
+    nonempty = keep.any(-1)
+    bad_scores = (q_bad & nonempty) | for_rows(k_bad)
+    bad_output = bad_scores | for_rows(v_bad)
+    bad_row = bad_output | (g_bad & nonempty)
+    bad_pairs = keep & bad_row.unsqueeze(-1)
+    bad_keys = bad_pairs.view(batch, kv_heads, group, m, n).any(3).any(2)
+
+    assert torch.equal(lse[~bad_scores], p_lse[~bad_scores])
+    assert torch.equal(out[~bad_output], p_out[~bad_output])
+    assert torch.equal(out[..., 1:][~bad_scores], p_out[..., 1:][~bad_scores])
+    assert torch.equal(dq[~bad_row], p_dq[~bad_row])
+    assert torch.equal(dk[~bad_keys], p_dk[~bad_keys])
+    assert torch.equal(dv[~bad_keys], p_dv[~bad_keys])
+    if "attn_mask" in extras:
+        reached = bad_pairs.sum_to_size(extras["attn_mask"].shape).bool()
+        assert torch.equal(extras["attn_mask"][~reached], p_extras["attn_mask"][~reached])
+    for name in ("alibi_slopes", "sinks"):
+        if name in extras:
+            reached = bad_row.any(2).any(0)
+            assert torch.equal(extras[name][~reached], p_extras[name][~reached])
+    if poison != poison:
+        assert p_out[bad_scores].isnan().all() and p_lse[bad_scores].isnan().all()
+        assert p_out[for_rows(v_bad)][..., 0].isnan().all()
