@@ -73,8 +73,7 @@ void check_scalars(const char* op, const Arguments& a) {
                                    ? std::numeric_limits<double>::max()
                                    : std::numeric_limits<float>::max();
   TORCH_CHECK_VALUE(!a.scale || std::abs(*a.scale) <= largest_scale, op,
-                    ": scale must be finite, but is ",
-                    a.scale.value_or(0.0));
+                    ": scale must be finite, but is ", a.scale.value_or(0.0));
   TORCH_CHECK_VALUE(a.softcap >= 0.0 && std::isfinite(a.softcap), op,
                     ": softcap must be positive, or 0 for none, but is ", a.softcap);
   if (!a.window) return;
@@ -230,8 +229,8 @@ Call checked_call(const char* op, const Arguments& given_arguments) {
   call.operands.attn_mask = a.attn_mask;
   call.operands.alibi_slopes = a.alibi_slopes;
   call.operands.sinks = a.sinks;
-  call.operands.key_mask = a.key_mask && a.key_mask->dim() == 0 ? a.key_mask->unsqueeze(0)
-                                                                 : a.key_mask;
+  call.operands.key_mask =
+      a.key_mask && a.key_mask->dim() == 0 ? a.key_mask->unsqueeze(0) : a.key_mask;
   const int64_t head_dim = a.query.sym_size(-1).guard_int(__FILE__, __LINE__);
   call.operands.scale =
       a.scale.value_or(head_dim == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(head_dim)));

@@ -30,7 +30,10 @@ std::tuple<Tensor, Tensor> run(const char* op, const Call& call) {
   if (verbose()) std::cerr << description(op, call);
   Operands x = call.operands;
   if (x.dropout_p > 0.0) x.dropout_seed = draw_seed(x);
-  if (call.unfused_reason.empty()) return attention_forward_op()(x);
+  if (call.unfused_reason.empty()) {
+    const auto results = attention_forward_op()(x);
+    return {std::get<0>(results), std::get<1>(results)};
+  }
   report_fallback(op, call.unfused_reason);
   return reference::attention(x);
 }

@@ -11,14 +11,8 @@ namespace {
 
 std::string kernel_name(const Call& call) {
   if (!call.unfused_reason.empty()) return "unfused reference: " + call.unfused_reason;
-  const Tensor& query = call.operands.query;
-  std::ostringstream name;
-  const auto& kernels = cpu::kernel_table();
-  const bool is_double = query.scalar_type() == at::kDouble;
-  name << "fused cpu " << dtype_name(query.scalar_type()) << ' ' << kernels.isa << ", tiles of "
-       << (is_double ? kernels.float64.tile_rows : kernels.float32.tile_rows) << " queries x "
-       << (is_double ? kernels.float64.block_keys : kernels.float32.block_keys) << " keys";
-  return name.str();
+  return c10::str("fused cpu ", dtype_name(call.operands.query.scalar_type()), ' ',
+                  cpu::kernel_table().isa);
 }
 
 std::string bound(const c10::SymInt& x) {

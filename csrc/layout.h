@@ -39,14 +39,21 @@ inline Tensor empty_dense_like(const Tensor& like, c10::SymIntArrayRef sizes) {
   return at::empty_strided_symint(sizes, dense, like.options());
 }
 
-/// output as query lies in memory, (batch.., Hq, M, Dv); logsumexp (batch.., Hq, M).
-inline TensorTuple<2> empty_forward_results(const Operands& x) {
+inline bool has_16_bits(const Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+}
+
+/// output as query lies in memory, (batch.., Hq, M, Dv); logsumexp (batch.., Hq, M); their rests.
+inline TensorTuple<4> empty_forward_results(const Operands& x) {
   auto sizes = x.query.sym_sizes().vec();
   sizes.back() = x.value.sym_size(-1);
-  Tensor out = empty_dense_like(x.query, sizes);
+  const Tensor out = empty_dense_like(x.query, sizes);
+  if (!has_16_bits(out)) sizes.back() = 0;
+  const Tensor out_rest = empty_dense_like(x.query, sizes);
   sizes.pop_back();
   const auto real = x.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return {out, at::empty_symint(sizes, x.query.options().dtype(real))};
+  const auto scalar = [&] { return at::empty_symint(sizes, x.query.options().dtype(real)); };
+  return {out, scalar(), out_rest, scalar()};
 }
 
 /// Each gradient as its input lies in memory; an empty tensor for one that is not needed.

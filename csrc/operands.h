@@ -131,14 +131,16 @@ using Gradients = std::array<Tensor, Operands::kDifferentiable>;
 using Tangents = std::array<OptionalTensor, Operands::kDifferentiable>;
 using Needs = std::array<bool, Operands::kDifferentiable>;
 
-/// output (batch.., Hq, M, Dv), logsumexp (batch.., Hq, M)
-using Forward = TensorTuple<2>(const Operands&);
+/// output (batch.., Hq, M, Dv), logsumexp (batch.., Hq, M), and what rounding took from each, for
+/// the backward: output_rest is as output, but without columns unless output is of 16 bits.
+using Forward = TensorTuple<4>(const Operands&);
 
 /// Gradients of the differentiable operands. Those with needs[i] false are empty tensors.
-/// output and logsumexp are those of _attention_forward: functions of the operands, not variables.
+/// The results are functions of the operands, not variables.
 using Backward = TensorTuple<6>(const Operands&, const Tensor& grad_out,
                                 const OptionalTensor& grad_lse, const Tensor& out,
-                                const Tensor& lse, Needs needs);
+                                const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
+                                Needs needs);
 
 /// Tangents of output and logsumexp. A tangent that is not given is zero and costs nothing.
 using Jvp = TensorTuple<2>(const Operands&, const OptionalTensor& query_t,

@@ -101,7 +101,8 @@ TensorTuple<2> attention_jvp(const Operands& x, const OptionalTensor& query_t,
   if (alibi_slopes_t) scores_t = scores_t - r.slope_pairs(*alibi_slopes_t);
   const Tensor weighted = p * scores_t;
   Tensor lse_t = row_sum(weighted);
-  if (sinks_t) lse_t = lse_t + r.softmax.sink_weights * sinks_t->to(r.real).unsqueeze(-1).unsqueeze(-1);
+  if (sinks_t)
+    lse_t = lse_t + r.softmax.sink_weights * sinks_t->to(r.real).unsqueeze(-1).unsqueeze(-1);
   Tensor out_t = r.over_keys(r.dropped(weighted - p * lse_t), r.value);
   if (value_t) out_t = out_t + r.over_keys(r.dropped(p), r.for_query_heads(*value_t));
   return {out_t.to(x.query.scalar_type()), lse_t.squeeze(-1)};

@@ -51,10 +51,11 @@ TORCH_LIBRARY(qkv, m) {
     m.def((name + '(' + operands + rest).c_str(), internal);
   };
 
-  define("_attention_forward", ") -> (Tensor output, Tensor logsumexp)");
+  define("_attention_forward", ") -> (Tensor output, Tensor logsumexp, Tensor output_rest, "
+        "Tensor logsumexp_rest)");
 
   define("_attention_backward", ", Tensor grad_output, Tensor? grad_logsumexp, "
-        "Tensor output, Tensor logsumexp, bool[6] needs) -> (Tensor grad_query, Tensor grad_key, "
+        "Tensor output, Tensor logsumexp, Tensor output_rest, Tensor logsumexp_rest, bool[6] needs) -> (Tensor grad_query, Tensor grad_key, "
         "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
 
   define("_attention_jvp", ", Tensor? query_t, Tensor? key_t, Tensor? value_t, "

@@ -46,7 +46,7 @@ def translation_table() -> dict[Callable, Callable]:
         ) from error
 
     # The exporter evaluates the annotations, which those of _attention_forward are too lazy for.
-    def attention_forward(*operands: object) -> tuple[object, object]:
+    def attention_forward(*operands: object) -> tuple[object, ...]:
         return _attention_forward(opset18, *operands)
 
     return {torch.ops.qkv._attention_forward.default: attention_forward}
@@ -66,7 +66,7 @@ def _attention_forward(
     softcap: float,
     dropout_p: float,
     band: Sequence[Union[int, "Value"]],
-) -> tuple["Value", "Value"]:
+) -> tuple["Value", ...]:
     """The operands of csrc/operands.h to output (B.., Hq, M, Dv) and logsumexp (B.., Hq, M)."""
     from onnxscript import ir
 
@@ -113,7 +113,9 @@ def _attention_forward(
         total = total + op.Exp(as_column(sinks) - largest)
     # The largest score or sink adds 1 to total, so this changes only the 0 / 0 of such a row.
     output = _product(op, weights, as_real(value), grouped) / op.Max(total, number(1.0))
-    return op.CastLike(output, query), op.Squeeze(op.Log(total) + largest, [-1])
+    logsumexp = op.Squeeze(op.Log(total) + largest, [-1])
+    # The last two are what the backward would need.
+    return op.CastLike(output, query), logsumexp, op.Identity(logsumexp), op.Identity(logsumexp)
 
 
 def _product(op: "Opset", a: "Value", b: "Value", grouped: bool) -> "Value":

@@ -17,9 +17,8 @@ namespace qkv::autograd {
 namespace {
 
 struct QkvAttentionBackwardBackward : OperandsNode<QkvAttentionBackwardBackward> {
-  static constexpr size_t kSavedTensors = Operands::kTensors + 2;      // grad_out, grad_lse
   static constexpr size_t kGradients = Operands::kDifferentiable + 2;  // grad_out, grad_lse first
-  static constexpr bool kSavesOutputs = false;
+  static constexpr size_t kOutputs = 0;
 
   std::string name() const override { return "QkvAttentionBackwardBackward"; }
 
@@ -39,7 +38,7 @@ struct QkvAttentionBackwardBackward : OperandsNode<QkvAttentionBackwardBackward>
 /// Tangents of the gradients.
 Tangents gradient_tangents(const Operands& x, const Tensor& grad_out,
                            const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
-                           Needs needs) {
+                           const Tensor& out_rest, const Tensor& lse_rest, Needs needs) {
   Tangents result;
   const auto add = [&](size_t i, const Tensor& t) {
     if (needs[i]) result[i] = result[i] ? result[i]->add(t) : t;
@@ -54,8 +53,9 @@ Tangents gradient_tangents(const Operands& x, const Tensor& grad_out,
   const OptionalTensor grad_out_t = tangent(grad_out), grad_lse_t = tangent(grad_lse);
   if (grad_out_t || grad_lse_t) {
     const Tensor moved_out = grad_out_t ? *grad_out_t : at::zeros_like(primal(grad_out));
-    const auto moved = as_array(
-        attention_backward_op()(primal(x), moved_out, grad_lse_t, primal(out), primal(lse), needs));
+    const auto moved =
+        as_array(attention_backward_op()(primal(x), moved_out, grad_lse_t, primal(out), primal(lse),
+                                         primal(out_rest), primal(lse_rest), needs));
     for (size_t i = 0; i < needs.size(); ++i) add(i, moved[i]);
   }
   return result;
@@ -63,7 +63,8 @@ Tangents gradient_tangents(const Operands& x, const Tensor& grad_out,
 
 TensorTuple<6> attention_backward(c10::DispatchKeySet keys, const Operands& x,
                                   const Tensor& grad_out, const OptionalTensor& grad_lse,
-                                  const Tensor& out, const Tensor& lse, Needs needs) {
+                                  const Tensor& out, const Tensor& lse, const Tensor& out_rest,
+                                  const Tensor& lse_rest, Needs needs) {
   using namespace torch::autograd;
   NodePointer<QkvAttentionBackwardBackward> node;
   variable_list inputs = variables(x);
@@ -78,11 +79,13 @@ TensorTuple<6> attention_backward(c10::DispatchKeySet keys, const Operands& x,
   Gradients grads;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    grads = as_array(attention_backward_op().redispatch(keys & c10::after_autograd_keyset, x,
-                                                        grad_out, grad_lse, out, lse, needs));
+    grads =
+        as_array(attention_backward_op().redispatch(keys & c10::after_autograd_keyset, x, grad_out,
+                                                    grad_lse, out, lse, out_rest, lse_rest, needs));
   }
   if (node) set_history(variable_list(grads.begin(), grads.end()), node);
-  const Tangents moved = gradient_tangents(x, grad_out, grad_lse, out, lse, needs);
+  const Tangents moved =
+      gradient_tangents(x, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
   for (size_t i = 0; i < grads.size(); ++i) {
     if (moved[i]) grads[i]._set_fw_grad(*moved[i], /*level=*/0, /*is_inplace_op=*/false);
   }

@@ -11,26 +11,25 @@ namespace qkv::autograd {
 namespace {
 
 struct QkvAttentionBackward : OperandsNode<QkvAttentionBackward> {
-  static constexpr size_t kSavedTensors = Operands::kTensors + 2;  // output, logsumexp
   static constexpr size_t kGradients = Operands::kDifferentiable;
-  static constexpr bool kSavesOutputs = true;
+  static constexpr size_t kOutputs = 2;  // output, logsumexp
 
   std::string name() const override { return "QkvAttentionBackward"; }
 
   static variable_list gradients(const variable_list& grads, const Operands& x,
                                  const std::vector<Tensor>& outputs,
                                  const std::vector<bool>& needs) {
-    const Tensor &out = outputs[0], &lse = outputs[1];
-    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(out);
+    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(outputs[0]);
     Needs needed;
     std::copy(needs.begin(), needs.end(), needed.begin());
     return only_needed(
-        as_array(attention_backward_op()(x, grad_out, optional(grads[1]), out, lse, needed)),
+        as_array(attention_backward_op()(x, grad_out, optional(grads[1]), outputs[0], outputs[1],
+                                         outputs[2], outputs[3], needed)),
         needs);
   }
 };
 
-TensorTuple<2> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
+TensorTuple<4> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
   using namespace torch::autograd;
   NodePointer<QkvAttentionBackward> node;
   const variable_list inputs = variables(x);
@@ -39,15 +38,18 @@ TensorTuple<2> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
     node->set_next_edges(collect_next_edges(at::TensorList(inputs)));
     node->save_operands(x);
   }
-  Tensor out, lse;
+  Tensor out, lse, out_rest, lse_rest;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(out, lse) = attention_forward_op().redispatch(keys & c10::after_autograd_keyset, x);
+    std::tie(out, lse, out_rest, lse_rest) =
+        attention_forward_op().redispatch(keys & c10::after_autograd_keyset, x);
   }
   if (node) {
     set_history({out, lse}, node);
     node->save(out, /*is_output=*/true);
     node->save(lse, /*is_output=*/true);
+    node->save(out_rest, /*is_output=*/false);
+    node->save(lse_rest, /*is_output=*/false);
   }
   const Tangents t = tangents(x);
   if (any(t)) {
@@ -55,7 +57,7 @@ TensorTuple<2> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
     out._set_fw_grad(out_t, /*level=*/0, /*is_inplace_op=*/false);
     lse._set_fw_grad(lse_t, /*level=*/0, /*is_inplace_op=*/false);
   }
-  return {out, lse};
+  return {out, lse, out_rest, lse_rest};
 }
 
 TORCH_LIBRARY_IMPL(qkv, Autograd, m) { m.impl("_attention_forward", flat<&attention_forward>); }

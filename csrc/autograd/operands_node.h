@@ -39,8 +39,8 @@ variable_list only_needed(const std::array<Tensor, n>& grads, const std::vector<
 /// A node that saves tensors, the operands first, and computes its gradients by a pure function of
 /// them, Derived::gradients. Purity is what lets compiled autograd trace it.
 ///
-/// Derived has kSavedTensors, the number of tensors saved in all; kGradients, the number of inputs;
-/// kSavesOutputs, whether the last two saved tensors are the node's own outputs; and
+/// Derived has kGradients, the number of inputs; kOutputs, how many of the saved tensors after the
+/// operands are differentiable outputs of the node; and
 ///   static variable_list gradients(const variable_list& grads, const Operands& operands,
 ///                                  const std::vector<Tensor>& others,
 ///                                  const std::vector<bool>& needs)
@@ -101,7 +101,7 @@ class OperandsNode : public Node {
 
  private:
   static bool is_output(size_t saved) {
-    return Derived::kSavesOutputs && saved + 2 >= Derived::kSavedTensors;
+    return saved >= Operands::kTensors && saved < Operands::kTensors + Derived::kOutputs;
   }
 
   std::vector<Tensor> unpacked() {

@@ -80,7 +80,8 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
 
 template <class T>
 void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
-         const Tensor& out, const Tensor& lse, const Gradients& grads, const Needs& needs) {
+         const Tensor& out, const Tensor& lse, const Tensor& lse_rest, const Gradients& grads,
+         const Needs& needs) {
   kernels::MaskGradientParams<T> params{};
   kernels::BackwardParams<T>& backward = params.backward;
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
@@ -93,6 +94,7 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   if (needs[3]) describe(params.grad_mask, grads[3], batch);
   batch.complete(backward.problem);
   backward.lse = static_cast<const T*>(lse.const_data_ptr());
+  backward.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
   backward.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
   backward.splits = number_of_splits(backward.problem.keys);
   const auto slope_gradient =
@@ -111,7 +113,8 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
 
 TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_out,
                                   const OptionalTensor& grad_lse, const Tensor& out,
-                                  const Tensor& lse, Needs needs) {
+                                  const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
+                                  Needs needs) {
   const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
   if (nothing_attends && !(needs[5] && lse.numel() > 0)) {
@@ -131,8 +134,9 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   // Batch dimensions must merge if there are many. Those of out do if the query's did.
   const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
   const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
-  run_in(readable(operands, real), readable(incoming, real), dense_grad_lse, readable(out, real),
-         lse.contiguous(), grads, needs);
+  const Tensor exact_out = has_16_bits(out) ? readable(out, real).add(out_rest) : readable(out, real);
+  run_in(readable(operands, real), readable(incoming, real), dense_grad_lse,
+         with_unit_columns(exact_out), lse.contiguous(), lse_rest.contiguous(), grads, needs);
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!grads[i].is_same(results[i])) results[i].copy_(grads[i]);
   }

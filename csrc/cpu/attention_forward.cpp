@@ -12,7 +12,7 @@ namespace qkv::cpu {
 namespace {
 
 template <class T>
-void run(const Operands& operands, const Tensor& out, const Tensor& lse) {
+void run(const Operands& operands, const Tensor& out, const Tensor& lse, const Tensor& lse_rest) {
   const auto& kernels = kernels_for<T>();
   kernels::ForwardParams<T> params{};
   const auto reads = kernels.forward_reads_16_bits(sizes_of<T>(operands)) ? KeyValue::kAsStored
@@ -23,6 +23,7 @@ void run(const Operands& operands, const Tensor& out, const Tensor& lse) {
   describe(params.out, out, batch);
   batch.complete(params.problem);
   params.lse = static_cast<T*>(lse.data_ptr());
+  params.lse_rest = static_cast<T*>(lse_rest.data_ptr());
 
   const int64_t partial_size = kernels.forward_partial_size(params);
   const auto partial = c10::GetCPUAllocator()->allocate(partial_size * sizeof(T));
@@ -35,18 +36,21 @@ void run(const Operands& operands, const Tensor& out, const Tensor& lse) {
   }
 }
 
-TensorTuple<2> attention_forward(const Operands& x) {
-  auto [out, lse] = empty_forward_results(x);
-  if (lse.numel() == 0) return {out, lse};
+TensorTuple<4> attention_forward(const Operands& x) {
+  const auto [out, lse, out_rest, lse_rest] = empty_forward_results(x);
+  if (lse.numel() == 0) return {out, lse, out_rest, lse_rest};
   const auto real = lse.scalar_type();
   const Tensor real_out = writable(out, real);
   if (real == at::kDouble) {
-    run<double>(x, real_out, lse);
+    run<double>(x, real_out, lse, lse_rest);
   } else {
-    run<float>(x, real_out, lse);
+    run<float>(x, real_out, lse, lse_rest);
   }
-  if (!real_out.is_same(out)) out.copy_(real_out);
-  return {out, lse};
+  if (!real_out.is_same(out)) {
+    out.copy_(real_out);
+    out_rest.copy_(real_out.sub_(out));
+  }
+  return {out, lse, out_rest, lse_rest};
 }
 
 TORCH_LIBRARY_IMPL(qkv, CPU, m) { m.impl("_attention_forward", flat<&attention_forward>); }

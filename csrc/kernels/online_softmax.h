@@ -7,7 +7,8 @@
 //   sum  = sum of exp(score - max) so far
 //
 // Number is a float on a GPU, a vector with one query per lane on a CPU. Math supplies
-//   exp(x) for x <= 0 (exp(-inf) = 0 exactly, NaN stays), maximum, is_minus_infinity, select.
+//   exp(x) for x <= 0 (exp(-inf) = 0 exactly, NaN stays), maximum, select, is_minus_infinity,
+//   is_zero, minus_infinity, zero, one.
 
 namespace qkv::kernels::QKV_ISA {
 

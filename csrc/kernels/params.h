@@ -97,7 +97,8 @@ template <class T>
 struct ForwardParams {
   Problem<T> problem;
   Operand<T> out;
-  T* lse;  // (B, Hq, M), dense
+  T* lse;       // (B, Hq, M), dense
+  T* lse_rest;  // what rounding took from lse, laid out as it
   // With few rows the keys are cut into ranges: [B][Hkv][split][rows of a head][Dv + 2], or
   // nullptr.
   T* partial;
@@ -110,7 +111,8 @@ struct BackwardParams {
   Operand<const T> grad_out;
   const T* grad_lse;  // (B, Hq, M), dense, or nullptr
   Operand<const T> out;
-  const T* lse;  // (B, Hq, M), dense
+  const T* lse;       // (B, Hq, M), dense
+  const T* lse_rest;  // as lse
   Operand<T> grad_query;
   Operand<T> grad_key;
   Operand<T> grad_value;

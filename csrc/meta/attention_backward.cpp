@@ -10,7 +10,8 @@ namespace {
 
 TensorTuple<6> attention_backward(const Operands& x, const Tensor& /*grad_out*/,
                                   const OptionalTensor& /*grad_lse*/, const Tensor& /*out*/,
-                                  const Tensor& /*lse*/, Needs needs) {
+                                  const Tensor& /*lse*/, const Tensor& /*out_rest*/,
+                                  const Tensor& /*lse_rest*/, Needs needs) {
   return std::tuple_cat(empty_gradients(x, needs));
 }
 

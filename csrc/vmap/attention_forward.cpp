@@ -6,12 +6,13 @@ namespace qkv::vmap {
 
 namespace {
 
-TensorTuple<2> attention_forward(const Operands& x) {
+TensorTuple<4> attention_forward(const Operands& x) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
   const Level level(x);
   if (!level.any()) return attention_forward_op()(x);
-  const auto [out, lse] = attention_forward_op()(level.unwrap(x));
-  return {level.wrap(out), level.wrap(lse)};
+  auto results = as_array(attention_forward_op()(level.unwrap(x)));
+  for (Tensor& result : results) result = level.wrap(result);
+  return std::tuple_cat(results);
 }
 
 TORCH_LIBRARY_IMPL(qkv, FuncTorchBatched, m) {

@@ -56,6 +56,7 @@ class KernelRun {
     for (T& slope : slopes_) slope = std::abs(slope) / 16;
     out_.resize(g_.size());
     lse_.resize(s_.heads * s_.queries);
+    lse_rest_.resize(lse_.size());
     dq_.resize(q_.size());
     dk_.resize(k_.size());
     dv_.resize(v_.size());
@@ -85,6 +86,7 @@ class KernelRun {
     forward.problem = p;
     forward.out = operand<T>(out_.data(), s_.queries, s_.value_dim);
     forward.lse = lse_.data();
+    forward.lse_rest = lse_rest_.data();
     const auto scratch = memory(kernels_.forward_scratch_bytes(forward));
     const int64_t parts = kernels_.forward_partial_size(forward);
     const auto forward_partial = memory(parts * sizeof(T));
@@ -101,6 +103,7 @@ class KernelRun {
     backward.grad_out = operand<const T>(g_.data(), s_.queries, s_.value_dim);
     backward.out = operand<const T>(out_.data(), s_.queries, s_.value_dim);
     backward.lse = lse_.data();
+    backward.lse_rest = lse_rest_.data();
     backward.grad_query = operand<T>(dq_.data(), s_.queries, s_.head_dim);
     backward.grad_key = operand<T>(dk_.data(), s_.keys, s_.head_dim);
     backward.grad_value = operand<T>(dv_.data(), s_.keys, s_.value_dim);
@@ -206,7 +209,7 @@ class KernelRun {
 
   const CpuKernels<T>& kernels_;
   Shape s_;
-  std::vector<T> q_, k_, v_, g_, slopes_, sinks_, out_, lse_, dq_, dk_, dv_;
+  std::vector<T> q_, k_, v_, g_, slopes_, sinks_, out_, lse_, lse_rest_, dq_, dk_, dv_;
 };
 
 class Kernels : public ::testing::TestWithParam<const char*> {

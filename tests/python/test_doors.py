@@ -38,7 +38,8 @@ def test_opcheck_public(name):
     args = (sample.query, sample.key, sample.value)
     torch.library.opcheck(OPS.attention.default, args, sample.kwargs)
     torch.library.opcheck(OPS.attention_with_lse.default, args, sample.kwargs)
-    torch.library.opcheck(OPS.attention_weights.default, args[:2], sample.kwargs)
+    options = {n: x for n, x in sample.kwargs.items() if n != "dropout_p"}
+    torch.library.opcheck(OPS.attention_weights.default, args[:2], options)
 
 
 @samples.parametrize(large=False)
@@ -46,10 +47,10 @@ def test_opcheck_internal(entry):
     sample = samples.make(entry, torch.float32)
     operands = internal_operands(sample)
     torch.library.opcheck(OPS._attention_forward.default, operands)
-    out, lse = OPS._attention_forward(*operands)
+    out, lse, *rests = OPS._attention_forward(*operands)
     needs = [x is not None and x.is_floating_point() for x in operands[:6]]
     for grad_lse in (None, torch.randn_like(lse)):
-        args = (*operands, torch.randn_like(out), grad_lse, out, lse, needs)
+        args = (*operands, torch.randn_like(out), grad_lse, out, lse, *rests, needs)
         torch.library.opcheck(OPS._attention_backward.default, args)
 
 

@@ -321,3 +321,21 @@ def test_many_batch_dimensions_and_a_gradient_that_lies_otherwise():
     out = qkv.attention(query, query, query)
     (actual,) = torch.autograd.grad(out, query, grad, retain_graph=True)
     assert torch.equal(actual, torch.autograd.grad(out, query, grad.contiguous())[0])
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [-1e4, -1e9, 1e7, "lowest"])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_gradients_of_rows_with_large_scores(size, rows, dtype):
+    """The logsumexp is rounded, by more than 1 if it is large; the weights must not be."""
+    _, key, value = tensors(dtype)
+    size = torch.finfo(dtype).min if size == "lowest" else size
+    mask = torch.full((rows, 6), size, dtype=dtype)
+    query = torch.zeros(2, rows, 4, dtype=dtype)
+    sinks = torch.full((2,), size, dtype=dtype)
+    for kwargs, kept in (({}, 6), ({"sinks": sinks}, 7)):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = qkv.attention(*leaves, mask, **kwargs)
+        torch.testing.assert_close(out, (value.sum(1, keepdim=True) / kept).expand_as(out))
+        (grad,) = torch.autograd.grad(out.sum(), leaves[2])
+        torch.testing.assert_close(grad, torch.full_like(grad, rows / kept))

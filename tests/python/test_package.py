@@ -24,7 +24,7 @@ def test_kernels_include_no_torch():
     for path in (ROOT / "csrc" / "kernels").rglob("*.*"):
         for line in path.read_text().splitlines():
             if line.startswith("#include"):
-                assert re.match(r'#include ("kernels/|<(stdint|string|immintrin)\.h>)', line), (
+                assert re.match(r'#include ("kernels/|<(stdint|string|immintrin|arm_neon)\.h>)', line), (
                     f"{path}: {line}"
                 )
 

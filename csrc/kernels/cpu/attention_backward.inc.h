@@ -13,7 +13,7 @@
 //
 // One unit of work is a range of keys ("split") of one key/value head: it owns dK and dV of its
 // keys and walks over all rows that see them. With several splits (their number is a function of
-// N alone) each leaves its part of dQ in a buffer of its own; sum_partial_grad_query adds them in
+// N alone) each leaves its part of dQ in a buffer of its own; sum_grad_query adds them in
 // order. So there are five products, no atomics, and the same bits on any number of threads.
 
 namespace qkv::kernels::QKV_ISA {

@@ -202,12 +202,27 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
       normaliser[r] = add_sink(tile.number_of_head(p.sinks, r), max[r], sum[r]);
     }
     normaliser[r] *= dropout;
-    params.lse[tile.scalar(p, r)] = max[r] + natural_log(sum[r]);
+    const int64_t scalar = tile.scalar(p, r);
+    log_of_sum(max[r], sum[r], params.lse[scalar], params.lse_rest[scalar]);
   }
   tile.unpack_transposed(out_t, p.value_dim, normaliser, params.out);
 }
 
-/// Rows that fill one tile at most, of a range of keys.
+/// A tile with no more vectors than the rows from first_row on fill.
+template <class T>
+inline void forward_rows(const ForwardParams<T>& params, int64_t batch, int64_t kv_head,
+                         int64_t first_row, KeyRange keys, T* partial, T* scratch) {
+  const int64_t rows = rows_of_kv_head(params.problem) - first_row;
+  if (rows <= Simd<T>::kWidth) {
+    forward_tile<T, 1>(params, batch, kv_head, first_row, keys, partial, scratch);
+  } else if (rows <= 2 * Simd<T>::kWidth) {
+    forward_tile<T, 2>(params, batch, kv_head, first_row, keys, partial, scratch);
+  } else {
+    forward_tile<T, kForwardVectors>(params, batch, kv_head, first_row, keys, partial, scratch);
+  }
+}
+
+/// The keys of one split, of rows that fill one tile at most.
 template <class T>
 inline void forward_of_split(const ForwardParams<T>& params, int64_t batch, int64_t kv_head,
                              int64_t split, T* partial, T* scratch) {
@@ -231,12 +246,8 @@ inline void forward_of_split(const ForwardParams<T>& params, int64_t batch, int6
         break;
     }
     if (partial == nullptr) merge(params, tile, 1, result);
-  } else if (rows <= Simd<T>::kWidth) {
-    forward_tile<T, 1>(params, batch, kv_head, 0, keys, partial, scratch);
-  } else if (rows <= 2 * Simd<T>::kWidth) {
-    forward_tile<T, 2>(params, batch, kv_head, 0, keys, partial, scratch);
   } else {
-    forward_tile<T, kForwardVectors>(params, batch, kv_head, 0, keys, partial, scratch);
+    forward_rows(params, batch, kv_head, 0, keys, partial, scratch);
   }
 }
 
@@ -250,16 +261,9 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t unit, void
   if (tiles > 1) {
     const int64_t head = unit / tiles;
     const int64_t first_row = (tiles - 1 - unit % tiles) * kForwardRows<T>;
-    const int64_t rows = rows_of_kv_head(p) - first_row;
-    const KeyRange all{0, p.keys};
-    const int64_t batch = head / p.kv_heads, kv_head = head % p.kv_heads;
-    if (rows <= Simd<T>::kWidth) {
-      forward_tile<T, 1>(params, batch, kv_head, first_row, all, nullptr, numbers);
-    } else if (rows <= 2 * Simd<T>::kWidth) {
-      forward_tile<T, 2>(params, batch, kv_head, first_row, all, nullptr, numbers);
-    } else {
-      forward_tile<T, kForwardVectors>(params, batch, kv_head, first_row, all, nullptr, numbers);
-    }
+    T* const no_partial = nullptr;
+    forward_rows(params, head / p.kv_heads, head % p.kv_heads, first_row, KeyRange{0, p.keys},
+                 no_partial, numbers);
     return;
   }
   const int64_t splits = forward_splits(p);

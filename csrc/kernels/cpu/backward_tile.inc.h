@@ -55,6 +55,7 @@ struct BackwardTile {
   AlibiTile<T, kVectors> alibi;
   T* end_of_scratch;
   alignas(64) T lse[kRows];
+  alignas(64) T lse_rest[kRows];
   alignas(64) T delta[kRows];
 
   static int64_t scratch_numbers(const Problem<T>& p) {
@@ -87,6 +88,7 @@ struct BackwardTile {
     for (int r = 0; r < kRows; ++r) {
       // A lane without a row gets lse = inf, hence P = 0.
       lse[r] = static_cast<T>(__builtin_inff());
+      lse_rest[r] = T(0);
       delta[r] = T(0);
     }
     for (int r = 0; r < tile.rows; ++r) {
@@ -96,6 +98,7 @@ struct BackwardTile {
       const T sum = dot<T>(grad_out, out, p.value_dim);
       // Nor does one that keeps nothing, or only scores that overflowed, whose lse is -inf.
       if (params.lse[scalar] != -static_cast<T>(__builtin_inff())) lse[r] = params.lse[scalar];
+      lse_rest[r] = params.lse_rest[scalar];
       delta[r] = params.grad_lse == nullptr ? sum : sum - params.grad_lse[scalar];
     }
   }
@@ -166,12 +169,13 @@ struct BackwardTile {
     const auto scale = S::set(dropout_scale<T>(p.dropout));
     for (int v = 0; v < kVectors; ++v) {
       const auto row_lse = S::load(lse + v * S::kWidth);
+      const auto row_rest = S::load(lse_rest + v * S::kWidth);
       const auto row_delta = S::load(delta + v * S::kWidth);
       for (int k = 0; k < keys; ++k) {
         T* s = p_tile + k * kRows + v * S::kWidth;
         T* g = ds_tile + k * kRows + v * S::kWidth;
         // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
-        const auto below = S::minimum(S::zero(), S::load(s) - row_lse);
+        const auto below = S::minimum(S::zero(), S::load(s) - row_lse - row_rest);
         const auto probability = exp_of_nonpositive<T>(below);
         auto dp = S::load(g);
         auto used = probability;  // R ∘ P

@@ -43,10 +43,11 @@ inline void head_gradient(const HeadGradientParams<T>& params, int64_t unit) {
       // An output of zeros is that of a row without keys, whose incoming gradient may be NaN.
       bool all_zero = true;
       for (int64_t d = 0; d < p.value_dim; ++d) all_zero &= out_i[d] == T(0);
-      T delta = all_zero ? T(0)
-                         : dot<T>(grad_out + i * backward.grad_out.row_stride, out_i, p.value_dim);
+      T delta =
+          all_zero ? T(0) : dot<T>(grad_out + i * backward.grad_out.row_stride, out_i, p.value_dim);
       if (backward.grad_lse != nullptr) delta -= backward.grad_lse[first_scalar + i];
-      const T weight = sink >= lse ? T(1) : natural_exp(sink - lse);
+      const T below = sink == lse ? T(0) : (sink - lse) - backward.lse_rest[first_scalar + i];
+      const T weight = below >= T(0) ? T(1) : natural_exp(below);
       sum -= static_cast<double>(weight) * static_cast<double>(delta);
     }
     params.grad_sinks[unit] = sum;

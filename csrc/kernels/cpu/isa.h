@@ -10,9 +10,6 @@ namespace qkv::kernels {
 /// Kernels work on numbered units, any of which may run on any thread, each with its own scratch.
 template <class T>
 struct CpuKernels {
-  int64_t tile_rows;
-  int64_t block_keys;
-
   int64_t (*forward_units)(const ForwardParams<T>&);
   int64_t (*forward_scratch_bytes)(const ForwardParams<T>&);
   int64_t (*forward_partial_size)(const ForwardParams<T>&);

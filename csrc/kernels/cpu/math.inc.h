@@ -8,7 +8,8 @@ namespace qkv::kernels::QKV_ISA {
 
 /// exp(x) for x <= 0: 2^n · 2^r with n = round(x · log2 e), |r| <= 1/2.
 ///
-/// float: minimax polynomial of degree 5 with c0 = 1, relative error 1.6e-7 with all roundings.
+/// float: minimax polynomial of degree 5 with c0 = 1, relative error 1.7e-7 with all roundings
+/// near 0, growing with |x| to 1.3e-6 where the result is near the smallest float.
 /// double: Taylor series of degree 13, truncation 4e-18.
 /// exp(-inf) and everything that would be under the smallest number is exactly 0; NaN stays NaN.
 template <class T>
@@ -104,6 +105,20 @@ struct VectorMath {
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return S::select(m, a, b); }
 };
 
+QKV_INLINE float natural_exp(float x) { return __builtin_expf(x); }
+QKV_INLINE double natural_exp(double x) { return __builtin_exp(x); }
+QKV_INLINE float natural_log(float x) { return __builtin_logf(x); }
+QKV_INLINE double natural_log(double x) { return __builtin_log(x); }
+
+/// lse = max + log(sum), and in rest what rounding takes from it: P = exp((S - lse) - rest) is as
+/// precise for scores of any size.
+template <class T>
+QKV_INLINE void log_of_sum(T max, T sum, T& lse, T& rest) {
+  const T log_sum = natural_log(sum);
+  lse = max + log_sum;
+  rest = lse - lse == T(0) ? (max - lse) + log_sum : T(0);  // 0 if lse is not finite
+}
+
 /// Numbers after the end are overwritten up to a whole vector.
 template <class T>
 inline void set_to_zero(T* x, int64_t size) {
@@ -123,10 +138,5 @@ inline T dot(const T* a, const T* b, int64_t size) {
   for (; i < size; ++i) total += a[i] * b[i];
   return total;
 }
-
-QKV_INLINE float natural_exp(float x) { return __builtin_expf(x); }
-QKV_INLINE double natural_exp(double x) { return __builtin_exp(x); }
-QKV_INLINE float natural_log(float x) { return __builtin_logf(x); }
-QKV_INLINE double natural_log(double x) { return __builtin_log(x); }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -62,7 +62,8 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
     if (p.sinks.data != nullptr) normaliser = add_sink(tile.number_of_head(p.sinks, r), max, sum);
     normaliser *= dropout_scale<T>(p.dropout);
     for (int64_t d = 0; d < p.value_dim; ++d) out[d * column] *= normaliser;
-    params.lse[tile.scalar(p, r)] = max + natural_log(sum);
+    const int64_t scalar = tile.scalar(p, r);
+    log_of_sum(max, sum, params.lse[scalar], params.lse_rest[scalar]);
   }
 }
 

@@ -13,8 +13,6 @@ namespace qkv::kernels::QKV_ISA {
 template <class T>
 constexpr CpuKernels<T> make_kernels() {
   return {
-      kForwardRows<T>,
-      kForwardBlockKeys,
       forward_units<T>,
       forward_scratch_bytes<T>,
       forward_partial_size<T>,
