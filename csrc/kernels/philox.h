@@ -13,20 +13,19 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// kLanes counters at once, each replaced by its random words.
-template <int kLanes>
-inline void philox(uint32_t (&c0)[kLanes], uint32_t (&c1)[kLanes], uint32_t (&c2)[kLanes],
-                   uint32_t (&c3)[kLanes], uint64_t key) {
-  constexpr uint64_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
+/// Several counters at once, each replaced by its random words. Words is a vector of 32-bit words
+/// with set, exclusive_or and multiply (to the high and the low halves of the products).
+template <class Words>
+QKV_INLINE void philox(typename Words::Vector (&c)[4], uint64_t key) {
   auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
-    for (int l = 0; l < kLanes; ++l) {
-      const uint64_t a = kMultiplier0 * c0[l], b = kMultiplier1 * c2[l];
-      c0[l] = static_cast<uint32_t>(b >> 32) ^ c1[l] ^ k0;
-      c1[l] = static_cast<uint32_t>(b);
-      c2[l] = static_cast<uint32_t>(a >> 32) ^ c3[l] ^ k1;
-      c3[l] = static_cast<uint32_t>(a);
-    }
+    typename Words::Vector high_a, low_a, high_b, low_b;
+    Words::multiply(c[0], 0xD2511F53, high_a, low_a);
+    Words::multiply(c[2], 0xCD9E8D57, high_b, low_b);
+    c[0] = Words::exclusive_or(Words::exclusive_or(high_b, c[1]), Words::set(k0));
+    c[1] = low_b;
+    c[2] = Words::exclusive_or(Words::exclusive_or(high_a, c[3]), Words::set(k1));
+    c[3] = low_a;
     k0 += 0x9E3779B9;
     k1 += 0xBB67AE85;
   }

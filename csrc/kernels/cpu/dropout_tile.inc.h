@@ -19,7 +19,7 @@ inline T dropout_scale(const Dropout& dropout) {
 template <int kRows>
 inline void load_dropout(const Dropout& dropout, const RowTile<kRows>& tile, int64_t first_key,
                          int keys, uint8_t* stays) {
-  constexpr int kLanes = kRows % 16 == 0 ? 16 : kRows % 8 == 0 ? 8 : kRows % 4 == 0 ? 4 : 2;
+  constexpr int kLanes = Words::kLanes;
   const auto key = static_cast<uint64_t>(dropout.seed[tile.batch.offset(dropout.batch_stride)]);
   for (int first_row = 0; first_row < tile.rows; first_row += kLanes) {
     uint32_t query[kLanes], head[kLanes];
@@ -28,26 +28,22 @@ inline void load_dropout(const Dropout& dropout, const RowTile<kRows>& tile, int
       query[l] = static_cast<uint32_t>(tile.query[row]);
       head[l] = static_cast<uint32_t>(tile.head[row]);
     }
+    const int lanes = kRows - first_row < kLanes ? kRows - first_row : kLanes;
     for (int k = 0; k < keys; k += 8) {
-      uint32_t words[4][kLanes];
-      for (int l = 0; l < kLanes; ++l) {
-        words[0][l] = static_cast<uint32_t>((first_key + k) / 8);
-        words[1][l] = query[l];
-        words[2][l] = head[l];
-        words[3][l] = 0;
-      }
-      philox<kLanes>(words[0], words[1], words[2], words[3], key);
+      Words::Vector words[4] = {Words::set(static_cast<uint32_t>((first_key + k) / 8)),
+                                Words::load(query), Words::load(head), Words::set(0)};
+      philox<Words>(words, key);
       uint32_t bits[kLanes] = {};
       for (int w = 0; w < 4; ++w) {
+        uint32_t word[kLanes];
+        Words::store(word, words[w]);
         for (int l = 0; l < kLanes; ++l) {
-          const uint32_t low = words[w][l] & 0xffff, high = words[w][l] >> 16;
-          bits[l] |= static_cast<uint32_t>(low >= dropout.threshold) << (2 * w);
-          bits[l] |= static_cast<uint32_t>(high >= dropout.threshold) << (2 * w + 1);
+          bits[l] |= static_cast<uint32_t>((word[l] & 0xffff) >= dropout.threshold) << (2 * w);
+          bits[l] |= static_cast<uint32_t>((word[l] >> 16) >= dropout.threshold) << (2 * w + 1);
         }
       }
-      for (int l = 0; l < kLanes; ++l) {
-        stays[k / 8 * kRows + first_row + l] = static_cast<uint8_t>(bits[l]);
-      }
+      uint8_t* to = stays + k / 8 * kRows + first_row;
+      for (int l = 0; l < lanes; ++l) to[l] = static_cast<uint8_t>(bits[l]);
     }
   }
 }

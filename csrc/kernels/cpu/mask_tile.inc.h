@@ -126,7 +126,14 @@ struct MaskTile {
   void and_bool_mask(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key, int keys) {
     for (int r = 0; r < tile.rows; ++r) {
       const uint8_t* row = mask_row<uint8_t>(mask, tile, r, first_key);
-      for (int k = 0; k < keys; k += 8) {
+      int k = 0;
+      for (; mask.column_stride == 1 && k + 64 <= keys; k += 64) {
+        const uint64_t kept = bits_of_64_bools(row + k);
+        for (int g = 0; g < 8; ++g) {
+          bits[(k / 8 + g) * kRows + r] &= static_cast<uint8_t>(kept >> (8 * g));
+        }
+      }
+      for (; k < keys; k += 8) {
         bits[k / 8 * kRows + r] &= bits_of_bools(row + k * mask.column_stride, mask.column_stride,
                                                  keys - k < 8 ? keys - k : 8);
       }

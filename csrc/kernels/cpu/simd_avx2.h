@@ -110,4 +110,36 @@ struct Simd<double> {
   }
 };
 
+/// 32-bit words, for random numbers.
+struct Words {
+  using Vector = __m256i;
+  static constexpr int kLanes = 8;
+
+  static QKV_INLINE Vector set(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  static QKV_INLINE Vector load(const uint32_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static QKV_INLINE void store(uint32_t* p, Vector x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+  }
+  static QKV_INLINE Vector exclusive_or(Vector a, Vector b) { return _mm256_xor_si256(a, b); }
+  /// The halves of the 64-bit products a · m.
+  static QKV_INLINE void multiply(Vector a, uint32_t m, Vector& high, Vector& low) {
+    const Vector even = _mm256_mul_epu32(a, set(m));
+    const Vector odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), set(m));
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  }
+};
+
+/// 64 bools to bits, byte b to bit b.
+QKV_INLINE uint64_t bits_of_64_bools(const uint8_t* bools) {
+  const auto of_32 = [](const uint8_t* p) __attribute__((always_inline)) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return ~static_cast<uint32_t>(
+        _mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256())));
+  };
+  return of_32(bools) | static_cast<uint64_t>(of_32(bools + 32)) << 32;
+}
+
 }  // namespace qkv::kernels::avx2

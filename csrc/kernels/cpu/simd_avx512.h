@@ -95,4 +95,28 @@ struct Simd<double> {
   }
 };
 
+/// 32-bit words, for random numbers.
+struct Words {
+  using Vector = __m512i;
+  static constexpr int kLanes = 16;
+
+  static QKV_INLINE Vector set(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  static QKV_INLINE Vector load(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static QKV_INLINE void store(uint32_t* p, Vector x) { _mm512_storeu_si512(p, x); }
+  static QKV_INLINE Vector exclusive_or(Vector a, Vector b) { return _mm512_xor_si512(a, b); }
+  /// The halves of the 64-bit products a · m.
+  static QKV_INLINE void multiply(Vector a, uint32_t m, Vector& high, Vector& low) {
+    const Vector even = _mm512_mul_epu32(a, set(m));
+    const Vector odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), set(m));
+    high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+    low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+  }
+};
+
+/// 64 bools to bits, byte b to bit b.
+QKV_INLINE uint64_t bits_of_64_bools(const uint8_t* bools) {
+  const __m512i x = _mm512_loadu_si512(bools);
+  return _mm512_test_epi8_mask(x, x);
+}
+
 }  // namespace qkv::kernels::avx512

@@ -99,4 +99,37 @@ struct Simd<double> : SimdOf<double, int64_t, 1023, 52> {
   static constexpr double kExpZero = -709.4;
 };
 
+/// 32-bit words, for random numbers.
+struct Words {
+  static constexpr int kLanes = 4;
+  struct Vector {
+    uint32_t lane[kLanes];
+  };
+
+  static QKV_INLINE Vector set(uint32_t x) { return {{x, x, x, x}}; }
+  static QKV_INLINE Vector load(const uint32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+  static QKV_INLINE void store(uint32_t* p, Vector x) {
+    for (int l = 0; l < kLanes; ++l) p[l] = x.lane[l];
+  }
+  static QKV_INLINE Vector exclusive_or(Vector a, Vector b) {
+    for (int l = 0; l < kLanes; ++l) a.lane[l] ^= b.lane[l];
+    return a;
+  }
+  /// The halves of the 64-bit products a · m.
+  static QKV_INLINE void multiply(Vector a, uint32_t m, Vector& high, Vector& low) {
+    for (int l = 0; l < kLanes; ++l) {
+      const uint64_t product = static_cast<uint64_t>(a.lane[l]) * m;
+      high.lane[l] = static_cast<uint32_t>(product >> 32);
+      low.lane[l] = static_cast<uint32_t>(product);
+    }
+  }
+};
+
+/// 64 bools to bits, byte b to bit b.
+QKV_INLINE uint64_t bits_of_64_bools(const uint8_t* bools) {
+  uint64_t bits = 0;
+  for (int b = 0; b < 64; ++b) bits |= static_cast<uint64_t>(bools[b] != 0) << b;
+  return bits;
+}
+
 }  // namespace qkv::kernels::generic

@@ -92,4 +92,29 @@ struct Simd<double> {
   }
 };
 
+/// 32-bit words, for random numbers.
+struct Words {
+  using Vector = uint32x4_t;
+  static constexpr int kLanes = 4;
+
+  static QKV_INLINE Vector set(uint32_t x) { return vdupq_n_u32(x); }
+  static QKV_INLINE Vector load(const uint32_t* p) { return vld1q_u32(p); }
+  static QKV_INLINE void store(uint32_t* p, Vector x) { vst1q_u32(p, x); }
+  static QKV_INLINE Vector exclusive_or(Vector a, Vector b) { return veorq_u32(a, b); }
+  /// The halves of the 64-bit products a · m.
+  static QKV_INLINE void multiply(Vector a, uint32_t m, Vector& high, Vector& low) {
+    const Vector first = vreinterpretq_u32_u64(vmull_n_u32(vget_low_u32(a), m));
+    const Vector last = vreinterpretq_u32_u64(vmull_n_u32(vget_high_u32(a), m));
+    low = vuzp1q_u32(first, last);
+    high = vuzp2q_u32(first, last);
+  }
+};
+
+/// 64 bools, byte b to bit b.
+QKV_INLINE uint64_t bits_of_64_bools(const uint8_t* bools) {
+  uint64_t bits = 0;
+  for (int b = 0; b < 64; ++b) bits |= static_cast<uint64_t>(bools[b] != 0) << b;
+  return bits;
+}
+
 }  // namespace qkv::kernels::neon
