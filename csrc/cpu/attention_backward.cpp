@@ -134,7 +134,8 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   // Batch dimensions must merge if there are many. Those of out do if the query's did.
   const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
   const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
-  const Tensor exact_out = has_16_bits(out) ? readable(out, real).add(out_rest) : readable(out, real);
+  const Tensor exact_out =
+      has_16_bits(out) ? readable(out, real).add(out_rest) : readable(out, real);
   run_in(readable(operands, real), readable(incoming, real), dense_grad_lse,
          with_unit_columns(exact_out), lse.contiguous(), lse_rest.contiguous(), grads, needs);
   for (size_t i = 0; i < grads.size(); ++i) {

@@ -24,9 +24,9 @@ def test_kernels_include_no_torch():
     for path in (ROOT / "csrc" / "kernels").rglob("*.*"):
         for line in path.read_text().splitlines():
             if line.startswith("#include"):
-                assert re.match(r'#include ("kernels/|<(stdint|string|immintrin|arm_neon)\.h>)', line), (
-                    f"{path}: {line}"
-                )
+                assert re.match(
+                    r'#include ("kernels/|<(stdint|string|immintrin|arm_neon)\.h>)', line
+                ), f"{path}: {line}"
 
 
 def test_instruction_sets_share_no_code():
