@@ -119,7 +119,7 @@ def draw_loss(history: list[dict], bigram_loss: float, path: Path) -> None:
     steps = [h["step"] for h in history]
     axis.plot(steps, [h["loss"] for h in history], color="#3b528b", label="training (smoothed)")
     measured = [
-        h for h, before in pairwise(history) if h["validation_loss"] != before["validation_loss"]
+        h for before, h in pairwise(history) if h["validation_loss"] != before["validation_loss"]
     ]
     axis.plot(
         [h["step"] for h in measured],

@@ -117,8 +117,8 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
   const T* values = tile.keys_of_head(p.value);
   const KeyRange range =
       keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys).intersection(split);
-  const bool has_bias = mask.has_bias(p), has_alibi = p.alibi_slopes.data != nullptr;
-  const bool changes_scores = p.softcap != T(0) || has_bias || has_alibi;
+  const bool changes_scores =
+      p.softcap != T(0) || mask.has_bias(p) || p.alibi_slopes.data != nullptr;
   for (int64_t n = first_of_eight(range.begin); n < range.end; n += kForwardBlockKeys) {
     const int block =
         range.end - n < kForwardBlockKeys ? static_cast<int>(range.end - n) : kForwardBlockKeys;
@@ -134,10 +134,10 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
           S::store(scores + k * kRows + v * S::kWidth, x);
           block_max[v] = S::maximum(block_max[v], x);
         });
-    const int64_t size = static_cast<int64_t>(block) * kRows;
-    if (p.softcap != T(0)) cap_scores<T>(p.softcap, size, scores, nullptr);
-    if (has_bias) add_bias<T>(mask.bias, size, scores);
-    if (has_alibi) alibi.add(n, block, scores);
+    if (changes_scores) {
+      T* const no_slopes = nullptr;
+      modify_scores<T, kVectors>(p, mask, alibi, n, block, scores, no_slopes);
+    }
     if (changes_scores || state == TileState::kPartial) {
       keep_scores<T, kVectors>(mask.bits, state, block, scores, block_max);
     }

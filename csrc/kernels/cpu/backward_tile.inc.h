@@ -113,10 +113,7 @@ struct BackwardTile {
       product(keys, p.head_dim, key, p.key.row_stride, query_t + r, p_tile + r);
       product(keys, p.value_dim, value, p.value.row_stride, grad_out_t + r, ds_tile + r);
     }
-    const int64_t size = static_cast<int64_t>(keys) * kRows;
-    if (p.softcap != T(0)) cap_scores<T>(p.softcap, size, p_tile, cap_tile);
-    if (mask.has_bias(p)) add_bias<T>(mask.bias, size, p_tile);
-    if (p.alibi_slopes.data != nullptr) alibi.add(first_key, keys, p_tile);
+    modify_scores<T, kVectors>(p, mask, alibi, first_key, keys, p_tile, cap_tile);
     const bool partial = state == TileState::kPartial;
     if (p.dropout.threshold == 0) {
       partial ? softmax_backward<true, false>(keys) : softmax_backward<false, false>(keys);

@@ -147,10 +147,8 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     if (state == TileState::kEmpty) continue;
     products_of_few_rows<T, Stored, kRows>(block, p.head_dim, keys + n * p.key.row_stride,
                                            p.key.row_stride, query, query_row, scores);
-    const int64_t size = static_cast<int64_t>(block) * S::kWidth;
-    if (p.softcap != T(0)) cap_scores<T>(p.softcap, size, scores, nullptr);
-    if (mask.has_bias(p)) add_bias<T>(mask.bias, size, scores);
-    if (p.alibi_slopes.data != nullptr) alibi.add(n, block, scores);
+    T* const no_slopes = nullptr;
+    modify_scores<T, 1>(p, mask, alibi, n, block, scores, no_slopes);
     typename S::Number block_max[1];
     keep_scores<T, 1>(mask.bits, state, block, scores, block_max);
 

@@ -74,6 +74,17 @@ struct AlibiTile {
   }
 };
 
+/// All of it, in this order. cap_slopes, unless nullptr, takes the derivative of the softcap.
+template <class T, int kVectors>
+inline void modify_scores(const Problem<T>& p, const MaskTile<T, kVectors * Simd<T>::kWidth>& mask,
+                          const AlibiTile<T, kVectors>& alibi, int64_t first_key, int keys,
+                          T* scores, T* cap_slopes) {
+  const int64_t size = static_cast<int64_t>(keys) * kVectors * Simd<T>::kWidth;
+  if (p.softcap != T(0)) cap_scores<T>(p.softcap, size, scores, cap_slopes);
+  if (mask.has_bias(p)) add_bias<T>(mask.bias, size, scores);
+  if (p.alibi_slopes.data != nullptr) alibi.add(first_key, keys, scores);
+}
+
 /// -inf where the pair is not kept; block_max takes the maxima of what is.
 template <class T, int kVectors>
 inline void keep_scores(const uint8_t* bits, TileState state, int keys, T* scores,
