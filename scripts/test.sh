@@ -17,9 +17,10 @@ cpp=$(awk '/\[  PASSED  \]/ {n += $5} END {print n + 0}' "$log")
 programs=$(grep -E 'tests passed' "$log" || echo 'ctest did not finish')
 
 say "Python tests"
-# Most are small: two processes with a thread each are faster than one with two. (Tests that are
-# about threads set their number.)
-OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/python --numprocesses 2 --dist worksteal | tee "$log" || failed=1
+# Most are small: two processes with a thread each are faster than one with two. (What is about
+# threads is tested in C++.)
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/python --numprocesses 2 --dist worksteal |
+  tee "$log" || failed=1
 python=$(tail -n 1 "$log")
 
 say "C++:    $cpp tests passed; of the programs that run them, $programs"

@@ -63,6 +63,7 @@ CASES = {
     "dropout_negative": ({"dropout_p": -0.1}, ValueError, "dropout_p must be between 0 and 1"),
     "dropout_nan": ({"dropout_p": NAN}, ValueError, "dropout_p must be between 0 and 1, but is nan"),
     "scale_nan": ({"scale": NAN}, ValueError, "scale must be finite, but is nan"),
+    "scale_beyond_float32": ({"scale": 1e39}, ValueError, r"scale must be finite, but is 1e\+39"),
     "softcap_negative": ({"softcap": -1.0}, ValueError, "softcap must be positive, or 0 for none, but is -1"),
     "window_one": ({"window": (3,)}, ValueError, r"window must be two numbers, \(left, right\), but has 1"),
     "window_three": ({"window": (1, 2, 3)}, ValueError, "window must be two numbers, .* but has 3"),

@@ -134,10 +134,7 @@ inline void forward_tile(const ForwardParams<T>& params, int64_t batch, int64_t 
           S::store(scores + k * kRows + v * S::kWidth, x);
           block_max[v] = S::maximum(block_max[v], x);
         });
-    if (changes_scores) {
-      T* const no_slopes = nullptr;
-      modify_scores<T, kVectors>(p, mask, alibi, n, block, scores, no_slopes);
-    }
+    if (changes_scores) modify_scores<T, kVectors>(p, mask, alibi, n, block, scores);
     if (changes_scores || state == TileState::kPartial) {
       keep_scores<T, kVectors>(mask.bits, state, block, scores, block_max);
     }
@@ -261,9 +258,8 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t unit, void
   if (tiles > 1) {
     const int64_t head = unit / tiles;
     const int64_t first_row = (tiles - 1 - unit % tiles) * kForwardRows<T>;
-    T* const no_partial = nullptr;
-    forward_rows(params, head / p.kv_heads, head % p.kv_heads, first_row, KeyRange{0, p.keys},
-                 no_partial, numbers);
+    forward_rows<T>(params, head / p.kv_heads, head % p.kv_heads, first_row, {0, p.keys}, nullptr,
+                    numbers);
     return;
   }
   const int64_t splits = forward_splits(p);

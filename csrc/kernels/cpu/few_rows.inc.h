@@ -147,8 +147,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     if (state == TileState::kEmpty) continue;
     products_of_few_rows<T, Stored, kRows>(block, p.head_dim, keys + n * p.key.row_stride,
                                            p.key.row_stride, query, query_row, scores);
-    T* const no_slopes = nullptr;
-    modify_scores<T, 1>(p, mask, alibi, n, block, scores, no_slopes);
+    modify_scores<T, 1>(p, mask, alibi, n, block, scores);
     typename S::Number block_max[1];
     keep_scores<T, 1>(mask.bits, state, block, scores, block_max);
 

@@ -78,7 +78,7 @@ struct AlibiTile {
 template <class T, int kVectors>
 inline void modify_scores(const Problem<T>& p, const MaskTile<T, kVectors * Simd<T>::kWidth>& mask,
                           const AlibiTile<T, kVectors>& alibi, int64_t first_key, int keys,
-                          T* scores, T* cap_slopes) {
+                          T* scores, T* cap_slopes = nullptr) {
   const int64_t size = static_cast<int64_t>(keys) * kVectors * Simd<T>::kWidth;
   if (p.softcap != T(0)) cap_scores<T>(p.softcap, size, scores, cap_slopes);
   if (mask.has_bias(p)) add_bias<T>(mask.bias, size, scores);
