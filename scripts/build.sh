@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Configures and builds into build/: the library, and what is named of: tests, examples.
+# Configures and builds into build/: the library, and what is named of: tests, examples, benchmarks.
 #
-#   scripts/build.sh [tests] [examples]
+#   scripts/build.sh [tests] [examples] [benchmarks]
 #
 # Afterwards `.venv/bin/python -c "import qkv"` works, from any directory.
 source "$(dirname "$0")/environment.sh"
@@ -12,7 +12,8 @@ for what in "$@"; do
   case $what in
     tests) options+=(-DQKV_BUILD_TESTS=ON) targets+=(qkv_tests) ;;
     examples) options+=(-DQKV_BUILD_EXAMPLES=ON) targets+=(qkv_examples) ;;
-    *) fail "scripts/build.sh: what is '$what'? Known: tests, examples" ;;
+    benchmarks) options+=(-DQKV_BUILD_BENCHMARKS=ON) targets+=(qkv_benchmarks) ;;
+    *) fail "scripts/build.sh: what is '$what'? Known: tests, examples, benchmarks" ;;
   esac
 done
 

@@ -29,6 +29,7 @@ missing_packages() {
   has_header gtest/gtest.h || echo libgtest-dev           # tests
   has_header nlohmann/json.hpp || echo nlohmann-json3-dev # tests, examples
   has_header CLI/CLI.hpp || echo libcli11-dev             # examples
+  has_header benchmark/benchmark.h || echo libbenchmark-dev
   python=$(find_python)
   if [ -z "$python" ]; then
     echo python3 python3-venv python3-dev

@@ -2,6 +2,8 @@
 
 #include <torch/library.h>
 
+#include <type_traits>
+
 #include "cpu/kernels.h"
 #include "cpu/problem.h"
 #include "cpu/units.h"
@@ -11,13 +13,35 @@ namespace qkv::cpu {
 
 namespace {
 
+/// What one call runs, and what it reads.
+template <class T>
+struct Choice {
+  const kernels::ForwardKernels<T>& kernels;
+  Operands operands;
+};
+
+template <class T>
+Choice<T> choose(const Operands& x, at::ScalarType real) {
+  const auto sizes = sizes_of<T>(x);
+  if constexpr (std::is_same_v<T, float>) {
+    const auto* in_bfloat16 = kernel_table().bfloat16;
+    if (x.query.scalar_type() == at::kBFloat16 && in_bfloat16 != nullptr &&
+        in_bfloat16->forward_reads_16_bits(sizes)) {
+      return {*in_bfloat16, readable(x, real, Reads16Bits::kAll)};
+    }
+  }
+  const auto& kernels = kernels_for<T>();
+  const auto reads =
+      kernels.forward_reads_16_bits(sizes) ? Reads16Bits::kKeyValue : Reads16Bits::kNothing;
+  return {kernels, readable(x, real, reads)};
+}
+
 template <class T>
 void run(const Operands& operands, const Tensor& out, const Tensor& lse, const Tensor& lse_rest) {
-  const auto& kernels = kernels_for<T>();
+  const Choice<T> choice = choose<T>(operands, lse.scalar_type());
+  const kernels::ForwardKernels<T>& kernels = choice.kernels;
+  const Operands& x = choice.operands;
   kernels::ForwardParams<T> params{};
-  const auto reads = kernels.forward_reads_16_bits(sizes_of<T>(operands)) ? KeyValue::kAsStored
-                                                                          : KeyValue::kConverted;
-  const Operands x = readable(operands, lse.scalar_type(), reads);
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(params.problem, x, batch);
   describe(params.out, out, batch);
@@ -25,14 +49,22 @@ void run(const Operands& operands, const Tensor& out, const Tensor& lse, const T
   params.lse = static_cast<T*>(lse.data_ptr());
   params.lse_rest = static_cast<T*>(lse_rest.data_ptr());
 
+  auto& allocator = *c10::GetCPUAllocator();
+  const int64_t heads = params.problem.batch * params.problem.kv_heads;
+  const int64_t prepared_bytes = kernels.forward_prepared_bytes(params);
+  const auto prepared = allocator.allocate(prepared_bytes);
+  params.prepared = prepared.get();
   const int64_t partial_size = kernels.forward_partial_size(params);
-  const auto partial = c10::GetCPUAllocator()->allocate(partial_size * sizeof(T));
+  const auto partial = allocator.allocate(partial_size * sizeof(T));
   params.partial = static_cast<T*>(partial.get());
+
+  if (prepared_bytes > 0) {
+    for_each_unit(heads, 0, [&](int64_t head, void*) { kernels.prepare_forward(params, head); });
+  }
   for_each_unit(kernels.forward_units(params), kernels.forward_scratch_bytes(params),
                 [&](int64_t unit, void* scratch) { kernels.forward(params, unit, scratch); });
   if (partial_size > 0) {
-    for_each_unit(params.problem.batch * params.problem.kv_heads, 0,
-                  [&](int64_t head, void*) { kernels.merge_forward(params, head); });
+    for_each_unit(heads, 0, [&](int64_t head, void*) { kernels.merge_forward(params, head); });
   }
 }
 

@@ -32,15 +32,20 @@ inline Tensor readable(const Tensor& x, at::ScalarType real) {
   return with_unit_columns(converted(x, real));
 }
 
-enum class KeyValue { kConverted, kAsStored };
+/// What of query, key and value a kernel reads in 16 bits.
+enum class Reads16Bits { kNothing, kKeyValue, kAll };
 
-/// Masks are read as they are, key and value too if the kernel can.
+/// Masks are read as they are.
 inline Operands readable(Operands x, at::ScalarType real,
-                         KeyValue key_value = KeyValue::kConverted) {
-  const bool converts = key_value == KeyValue::kConverted;
-  x.query = readable(x.query, real);
-  x.key = readable(x.key, converts ? real : x.key.scalar_type());
-  x.value = readable(x.value, converts ? real : x.value.scalar_type());
+                         Reads16Bits reads = Reads16Bits::kNothing) {
+  const auto stored = x.query.scalar_type();
+  const auto key_value = reads == Reads16Bits::kNothing ? real : stored;
+  x.query = readable(x.query, reads == Reads16Bits::kAll ? stored : real);
+  x.key = readable(x.key, key_value);
+  x.value = readable(x.value, key_value);
+  // The kernel that reads all in 16 bits reads the key in pairs, rows of which begin like the
+  // first.
+  if (reads == Reads16Bits::kAll && x.key.stride(-2) % 2 != 0) x.key = x.key.contiguous();
   if (x.alibi_slopes) x.alibi_slopes = x.alibi_slopes->to(real);
   if (x.sinks) x.sinks = x.sinks->to(real);
   return x;

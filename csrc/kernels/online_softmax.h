@@ -3,11 +3,11 @@
 // The state of a softmax that sees its scores block by block (Milakov & Gimelshein, 2018,
 // arXiv:1805.02867, algorithm 3; used for attention by FlashAttention, arXiv:2205.14135).
 //
-//   max  = max of the kept scores so far        -inf while there are none
+//   max  = max of the kept scores so far, or up to `slack` less; -inf while there are none
 //   sum  = sum of exp(score - max) so far
 //
 // Number is a float on a GPU, a vector with one query per lane on a CPU. Math supplies
-//   exp(x) for x <= 0 (exp(-inf) = 0 exactly, NaN stays), maximum, select, is_minus_infinity,
+//   exp(x) for x <= slack (exp(-inf) = 0 exactly, NaN stays), maximum, select, is_minus_infinity,
 //   is_zero, minus_infinity, zero, one.
 
 namespace qkv::kernels::QKV_ISA {
@@ -33,6 +33,10 @@ struct OnlineSoftmax {
     sum = sum * correction;
     return correction;
   }
+
+  /// Up to here a maximum may stay as it is: weights are at most exp(slack) then, which costs
+  /// nothing, and raising it would cost a pass over the output.
+  QKV_INLINE Number limit() const { return max + Math::slack(); }
 
   /// exp(score - max), added to the sum.
   QKV_INLINE Number weight(Number score, Number shift) {

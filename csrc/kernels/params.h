@@ -102,6 +102,7 @@ struct ForwardParams {
   // With few rows the keys are cut into ranges: [B][Hkv][split][rows of a head][Dv + 2], or
   // nullptr.
   T* partial;
+  void* prepared;  // what prepare_forward leaves for the tiles, or nullptr
 };
 
 /// Gradients that nobody asked for have data == nullptr.

@@ -258,7 +258,8 @@ TEST_P(Kernels, EqualLoopsInDouble) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Isa, Kernels, ::testing::Values("generic", "avx2", "avx512", "neon"),
+INSTANTIATE_TEST_SUITE_P(Isa, Kernels,
+                         ::testing::Values("generic", "avx2", "avx512", "avx512_bf16", "neon"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(Isa, NamesAreChecked) {

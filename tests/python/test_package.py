@@ -33,7 +33,7 @@ def test_instruction_sets_share_no_code():
     """What each set's object file defines is in the namespace of its name, so that the linker has
     nothing to merge: AVX-512 code in the generic path would crash older processors."""
     objects = list((ROOT / "build").rglob("isa_*.cpp.o"))
-    assert len(objects) == (3 if platform.machine() == "x86_64" else 1)
+    assert len(objects) == (4 if platform.machine() == "x86_64" else 2)
     for path in objects:
         isa = re.search(r"isa_(\w+)\.cpp", path.name).group(1)
         symbols = subprocess.run(
@@ -46,6 +46,22 @@ def test_instruction_sets_share_no_code():
             assert f"qkv::kernels::{isa}::" in name, f"{path.name} defines {name}"
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="about registers of x86")
+def test_instructions_stay_in_their_own_files():
+    """Disassembled: no AVX register outside the files of the AVX sets, no AVX-512 one in AVX2's."""
+    avx, avx512 = re.compile(r"%[yz]mm"), re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
+    build = ROOT / "build" / "csrc"
+    objects = [*build.rglob("*.cpp.o")]
+    assert len(objects) > 20
+    uses = {}
+    for path in objects:
+        code = subprocess.run(["objdump", "-d", path], capture_output=True, text=True).stdout
+        uses[path.name] = (bool(avx.search(code)), bool(avx512.search(code)))
+    sets = {f"isa_{isa}.cpp.o" for isa in ("avx2", "avx512", "avx512_bf16")}
+    assert {name for name, (any_avx, _) in uses.items() if any_avx} == sets
+    assert {name for name, (_, wide) in uses.items() if wide} == sets - {"isa_avx2.cpp.o"}
+
+
 def test_library_knows_no_python():
     linked = subprocess.run(["ldd", qkv.library_path], capture_output=True, text=True).stdout
     assert "libpython" not in linked and "libtorch_cpu" in linked
@@ -55,7 +71,7 @@ def test_library_knows_no_python():
     assert "PyInit" not in symbols.stdout
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16"])
 def test_isa_can_be_chosen(isa):
     program = """
 import torch, qkv
@@ -79,7 +95,10 @@ def test_unknown_isa():
     done = python(
         "import torch, qkv; q = torch.ones(2, 2); qkv.attention(q, q, q)", QKV_CPU_ISA="mmx"
     )
-    assert "ValueError: qkv: QKV_CPU_ISA=mmx is not one of avx512, avx2, generic" in done.stderr
+    assert (
+        "ValueError: qkv: QKV_CPU_ISA=mmx is not one of avx512_bf16, avx512, avx2, generic"
+        in done.stderr
+    )
 
 
 def test_fallback_is_said_once_for_each_reason():

@@ -113,7 +113,8 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   const bool need_key = params.grad_key.data != nullptr;
   const bool need_value = params.grad_value.data != nullptr;
 
-  Work work(params, static_cast<T*>(scratch));
+  const bool whole = p.softcap != T(0) || params.slope_gradient_of_rows != nullptr;
+  Work work(params, static_cast<T*>(scratch), whole);
   T* query_rows = work.end_of_scratch;                        // [rows][D], scaled
   T* grad_out_rows = query_rows + kRows * key_width;          // [rows][Dv]
   T* own_grad_query_t = grad_out_rows + kRows * value_width;  // [D][rows]
@@ -161,6 +162,24 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
                                          block_grad_value, value_width);
         multiply_add_kept_rows<T, kRows>(block, work.ds_tile, query_rows, work.mask.bits,
                                          block_grad_key, key_width);
+      } else if (partial && !whole) {
+        for (int piece = 0; piece < Work::kPieces; ++piece) {
+          const int r = piece * Work::kPiece;
+          const KeyRange seen = work.keys[piece];
+          if (seen.empty()) continue;
+          const int64_t left = tile.rows - r, rows = left < Work::kPiece ? left : Work::kPiece;
+          if (need_value) {
+            multiply_add_rows<T, kRows>(seen.end - seen.begin, rows,
+                                        work.p_tile + seen.begin * kRows + r,
+                                        grad_out_rows + r * value_width, value_width,
+                                        block_grad_value + seen.begin * value_width);
+          }
+          if (need_key) {
+            multiply_add_rows<T, kRows>(
+                seen.end - seen.begin, rows, work.ds_tile + seen.begin * kRows + r,
+                query_rows + r * key_width, key_width, block_grad_key + seen.begin * key_width);
+          }
+        }
       } else {
         if (need_value) {
           multiply_add_rows<T, kRows>(block, tile.rows, work.p_tile, grad_out_rows, value_width,
@@ -178,10 +197,14 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
         multiply_add_kept_keys<T, kVectors>(block, p.head_dim, block_keys, p.key.row_stride,
                                             work.ds_tile, work.mask.bits, grad_query_t);
       } else {
-        for (int r = 0; r < kRows; r += Work::kPiece) {
-          multiply_add<T, Work::kPieceVectors>(p.head_dim, block, block_keys, UnitStride{},
-                                               p.key.row_stride, work.ds_tile + r, kRows,
-                                               grad_query_t + r, kRows);
+        for (int piece = 0; piece < Work::kPieces; ++piece) {
+          const int r = piece * Work::kPiece;
+          const KeyRange seen = work.keys[piece];
+          if (seen.empty()) continue;
+          multiply_add<T, Work::kPieceVectors>(
+              p.head_dim, seen.end - seen.begin, block_keys + seen.begin * p.key.row_stride,
+              UnitStride{}, p.key.row_stride, work.ds_tile + seen.begin * kRows + r, kRows,
+              grad_query_t + r, kRows);
         }
       }
     }

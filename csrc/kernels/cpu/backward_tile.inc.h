@@ -38,8 +38,10 @@ template <class T, int kVectors>
 struct BackwardTile {
   using S = Simd<T>;
   static constexpr int kRows = kVectors * S::kWidth;
-  // The products are done in pieces of at most 3 vectors, which is what registers hold.
+  // The products are done in pieces of at most 3 vectors, which is what registers hold. Where the
+  // edge of the band runs through a block, a piece leaves out the keys that none of its rows sees.
   static constexpr int kPieceVectors = kVectors > 3 ? kVectors / 2 : kVectors;
+  static constexpr int kPieces = kVectors / kPieceVectors;
   static constexpr int kPiece = kPieceVectors * S::kWidth;
 
   const BackwardParams<T>& params;
@@ -54,6 +56,8 @@ struct BackwardTile {
   uint8_t* stays;  // R != 0
   AlibiTile<T, kVectors> alibi;
   T* end_of_scratch;
+  bool whole;              // no keys are left out: all of P and dS is written
+  KeyRange keys[kPieces];  // of the block, that the pieces have taken
   alignas(64) T lse[kRows];
   alignas(64) T lse_rest[kRows];
   alignas(64) T delta[kRows];
@@ -63,8 +67,8 @@ struct BackwardTile {
     return (p.head_dim + p.value_dim + tiles * kBackwardBlockKeys + kBackwardBlockKeys / 8) * kRows;
   }
 
-  BackwardTile(const BackwardParams<T>& backward, T* scratch)
-      : params(backward), p(backward.problem) {
+  BackwardTile(const BackwardParams<T>& backward, T* scratch, bool whole_tile = true)
+      : params(backward), p(backward.problem), whole(whole_tile) {
     query_t = scratch;
     grad_out_t = query_t + p.head_dim * kRows;
     p_tile = grad_out_t + p.value_dim * kRows;
@@ -103,23 +107,16 @@ struct BackwardTile {
     }
   }
 
-  /// P and dS of the keys first_key .. first_key + keys.
-  TileState load_block(int64_t first_key, int keys) {
-    const TileState state = mask.load(p, tile, first_key, keys);
+  /// P and dS of the keys first_key .. first_key + count.
+  TileState load_block(int64_t first_key, int count) {
+    const TileState state = mask.load(p, tile, first_key, count);
     if (state == TileState::kEmpty) return state;
-    const T* key = tile.keys_of_head(p.key) + first_key * p.key.row_stride;
-    const T* value = tile.keys_of_head(p.value) + first_key * p.value.row_stride;
-    for (int r = 0; r < kRows; r += kPiece) {
-      product(keys, p.head_dim, key, p.key.row_stride, query_t + r, p_tile + r);
-      product(keys, p.value_dim, value, p.value.row_stride, grad_out_t + r, ds_tile + r);
-    }
-    modify_scores<T, kVectors>(p, mask, alibi, first_key, keys, p_tile, cap_tile);
+    if (p.dropout.threshold != 0) load_dropout<kRows>(p.dropout, tile, first_key, count, stays);
     const bool partial = state == TileState::kPartial;
-    if (p.dropout.threshold == 0) {
-      partial ? softmax_backward<true, false>(keys) : softmax_backward<false, false>(keys);
-    } else {
-      load_dropout<kRows>(p.dropout, tile, first_key, keys, stays);
-      partial ? softmax_backward<true, true>(keys) : softmax_backward<false, true>(keys);
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int first_row = piece * kPiece;
+      keys[piece] = partial && !whole ? keys_seen(first_row, first_key, count) : KeyRange{0, count};
+      if (!keys[piece].empty()) load_piece(first_row, first_key, keys[piece], partial);
     }
     return state;
   }
@@ -151,6 +148,36 @@ struct BackwardTile {
   }
 
  private:
+  /// Those of the block that rows of a piece see by the band, cut at multiples of 8.
+  KeyRange keys_seen(int first_row, int64_t first_key, int count) const {
+    if (first_row >= tile.rows) return {0, 0};
+    const int last_row = first_row + kPiece <= tile.rows ? first_row + kPiece - 1 : tile.rows - 1;
+    const KeyRange seen = keys_of_any(p.band, tile.query[first_row], tile.query[last_row], p.keys);
+    const int64_t begin = seen.begin > first_key ? (seen.begin - first_key) / 8 * 8 : 0;
+    const int64_t end = (seen.end - first_key + 7) / 8 * 8;
+    return {begin, end < count ? end : count};
+  }
+
+  void load_piece(int first_row, int64_t first_key, KeyRange range, bool partial) {
+    const int64_t key = first_key + range.begin;
+    const int count = static_cast<int>(range.end - range.begin);
+    T* scores = p_tile + range.begin * kRows + first_row;
+    product(count, p.head_dim, tile.keys_of_head(p.key) + key * p.key.row_stride, p.key.row_stride,
+            query_t + first_row, scores);
+    product(count, p.value_dim, tile.keys_of_head(p.value) + key * p.value.row_stride,
+            p.value.row_stride, grad_out_t + first_row, ds_tile + range.begin * kRows + first_row);
+    const ScoreRows<T, kPieceVectors, kRows> rows{
+        p, mask, alibi, key, count, static_cast<int>(range.begin), first_row / S::kWidth, scores};
+    rows.modify(cap_tile + range.begin * kRows + first_row);
+    if (p.dropout.threshold == 0) {
+      partial ? softmax_backward<true, false>(first_row, range)
+              : softmax_backward<false, false>(first_row, range);
+    } else {
+      partial ? softmax_backward<true, true>(first_row, range)
+              : softmax_backward<false, true>(first_row, range);
+    }
+  }
+
   static void product(int keys, int64_t depth, const T* a, int64_t a_row, const T* b, T* c) {
     multiply<T, kPieceVectors>(
         keys, depth, a, a_row, UnitStride{}, b,
@@ -162,13 +189,13 @@ struct BackwardTile {
   /// p_tile: S -> R ∘ P, ds_tile: V dOᵀ -> dS. Pairs that are not kept get 0 by selection, as their
   /// S and dP may be NaN.
   template <bool kMasked, bool kDropout>
-  void softmax_backward(int keys) {
+  void softmax_backward(int first_row, KeyRange range) {
     const auto scale = S::set(dropout_scale<T>(p.dropout));
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = first_row / S::kWidth; v < first_row / S::kWidth + kPieceVectors; ++v) {
       const auto row_lse = S::load(lse + v * S::kWidth);
       const auto row_rest = S::load(lse_rest + v * S::kWidth);
       const auto row_delta = S::load(delta + v * S::kWidth);
-      for (int k = 0; k < keys; ++k) {
+      for (auto k = static_cast<int>(range.begin); k < range.end; ++k) {
         T* s = p_tile + k * kRows + v * S::kWidth;
         T* g = ds_tile + k * kRows + v * S::kWidth;
         // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.

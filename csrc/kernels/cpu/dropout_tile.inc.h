@@ -48,11 +48,11 @@ inline void load_dropout(const Dropout& dropout, const RowTile<kRows>& tile, int
   }
 }
 
-/// weights[k][r] = 0 where it is dropped. What stays is not scaled up.
-template <class T, int kVectors>
+/// weights[k][r] = 0 where it is dropped, for kVectors vectors of the tile's kRows rows. What stays
+/// is not scaled up.
+template <class T, int kVectors, int kRows = kVectors* Simd<T>::kWidth>
 inline void drop(const uint8_t* stays, int keys, T* weights) {
   using S = Simd<T>;
-  constexpr int kRows = kVectors * S::kWidth;
   for (int k = 0; k < keys; ++k) {
     for (int v = 0; v < kVectors; ++v) {
       T* w = weights + k * kRows + v * S::kWidth;

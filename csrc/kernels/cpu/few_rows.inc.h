@@ -22,6 +22,15 @@ template <class T>
 constexpr int kFewRows = Simd<T>::kWidth < 4 ? Simd<T>::kWidth : 4;
 constexpr int kFewRowsBlockKeys = 128;
 
+/// Room for the partial results as well, for when they are merged at once.
+template <class T>
+inline int64_t few_rows_scratch_bytes(const Problem<T>& p) {
+  constexpr int kWidth = Simd<T>::kWidth;
+  const int64_t rows = kFewRows<T> * (p.head_dim + 2 * p.value_dim + 2 * kWidth + 2);
+  const int64_t numbers = rows + 2 * kFewRowsBlockKeys * kWidth;
+  return numbers * static_cast<int64_t>(sizeof(T)) + 2 * kFewRowsBlockKeys / 8 * kWidth;
+}
+
 /// scores[k][r] = <key_k, query_r>; query is [r][width rounded up to vectors].
 template <class T, class Stored, int kRows>
 inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int64_t key_row,
@@ -133,10 +142,8 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     for (int64_t d = 0; d < p.head_dim; ++d) query[r * query_row + d] = p.scale * from[d];
   }
   set_to_zero(scores, kFewRowsBlockKeys * S::kWidth);  // lanes without a row stay 0
-  const auto* keys = reinterpret_cast<const Stored*>(p.key.data) +
-                     tile.batch.offset(p.key.batch_stride) + tile.kv_head * p.key.head_stride;
-  const auto* values = reinterpret_cast<const Stored*>(p.value.data) +
-                       tile.batch.offset(p.value.batch_stride) + tile.kv_head * p.value.head_stride;
+  const Stored* keys = tile.template stored_keys_of_head<Stored>(p.key);
+  const Stored* values = tile.template stored_keys_of_head<Stored>(p.value);
 
   OnlineSoftmax<Math> softmax;
   softmax.clear();
@@ -147,9 +154,10 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     if (state == TileState::kEmpty) continue;
     products_of_few_rows<T, Stored, kRows>(block, p.head_dim, keys + n * p.key.row_stride,
                                            p.key.row_stride, query, query_row, scores);
-    modify_scores<T, 1>(p, mask, alibi, n, block, scores);
+    const ScoreRows<T, 1, S::kWidth> block_scores{p, mask, alibi, n, block, 0, 0, scores};
     typename S::Number block_max[1];
-    keep_scores<T, 1>(mask.bits, state, block, scores, block_max);
+    block_scores.modify();
+    block_scores.keep(state, block_max);
 
     if (S::any_greater(block_max[0], softmax.max)) {
       alignas(64) T correction[S::kWidth];

@@ -11,14 +11,18 @@ struct Isa {
   bool (*runs_here)();
 };
 
+#if defined(QKV_X86)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 // Best first.
 const Isa kIsas[] = {
 #if defined(QKV_X86)
-    {&avx512::table,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-     }},
+    {&avx512_bf16::table, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }},
+    {&avx512::table, has_avx512},
     {&avx2::table,
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -43,7 +47,7 @@ ChosenKernels choose_cpu_kernels(const char* name) {
 
 const char* cpu_isa_names() {
 #if defined(QKV_X86)
-  return "avx512, avx2, generic";
+  return "avx512_bf16, avx512, avx2, generic";
 #elif defined(QKV_ARM)
   return "neon, generic";
 #else

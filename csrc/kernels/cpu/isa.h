@@ -9,14 +9,20 @@ namespace qkv::kernels {
 
 /// Kernels work on numbered units, any of which may run on any thread, each with its own scratch.
 template <class T>
-struct CpuKernels {
+struct ForwardKernels {
   int64_t (*forward_units)(const ForwardParams<T>&);
   int64_t (*forward_scratch_bytes)(const ForwardParams<T>&);
   int64_t (*forward_partial_size)(const ForwardParams<T>&);
+  int64_t (*forward_prepared_bytes)(const ForwardParams<T>&);
+  /// Whether the kernel for a problem of these sizes reads key and value in 16 bits.
   bool (*forward_reads_16_bits)(const Problem<T>&);
+  void (*prepare_forward)(const ForwardParams<T>&, int64_t head);
   void (*forward)(const ForwardParams<T>&, int64_t unit, void* scratch);
   void (*merge_forward)(const ForwardParams<T>&, int64_t head);
+};
 
+template <class T>
+struct CpuKernels : ForwardKernels<T> {
   int64_t (*backward_row_tiles)(const Problem<T>&);
   int64_t (*backward_scratch_bytes)(const BackwardParams<T>&);
   int64_t (*partial_grad_query_size)(const BackwardParams<T>&);
@@ -32,8 +38,10 @@ struct CpuKernels {
 
 struct CpuKernelTable {
   const char* isa;
-  CpuKernels<float> float32;
-  CpuKernels<double> float64;
+  const CpuKernels<float>& float32;
+  const CpuKernels<double>& float64;
+  /// Reads query, key and value in bfloat16, or nullptr where that has no instructions of its own.
+  const ForwardKernels<float>* bfloat16;
 };
 
 namespace generic {
@@ -43,6 +51,9 @@ namespace avx2 {
 extern const CpuKernelTable table;
 }
 namespace avx512 {
+extern const CpuKernelTable table;
+}
+namespace avx512_bf16 {
 extern const CpuKernelTable table;
 }
 namespace neon {

@@ -3,6 +3,7 @@
 #include "kernels/band.h"
 #include "kernels/cpu/half.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/transpose.inc.h"
 
 // Which pairs (query row, key) of a tile are kept, and what the additive mask puts on them.
 //
@@ -129,6 +130,7 @@ struct MaskTile {
       int k = 0;
       for (; mask.column_stride == 1 && k + 64 <= keys; k += 64) {
         const uint64_t kept = bits_of_64_bools(row + k);
+#pragma GCC unroll 8
         for (int g = 0; g < 8; ++g) {
           bits[(k / 8 + g) * kRows + r] &= static_cast<uint8_t>(kept >> (8 * g));
         }
@@ -140,12 +142,59 @@ struct MaskTile {
     }
   }
 
+  /// Squares of the mask are read by the vector and transposed in registers, the rest by the
+  /// number.
   template <class M>
   void load_float_mask(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key, int keys) {
+    using S = Simd<T>;
+    constexpr int kWidth = S::kWidth, kSquare = kWidth < 8 ? 8 : kWidth;
+    const int rows = mask.column_stride == 1 ? tile.rows / kWidth * kWidth : 0;
+    const int whole = keys / kSquare * kSquare;
+    for (int r = 0; r < rows; r += kWidth) {
+      const M* from[kWidth];
+      for (int l = 0; l < kWidth; ++l) from[l] = mask_row<M>(mask, tile, r + l, first_key);
+      for (int k = 0; k < whole; k += kSquare) load_square(from, r, k);
+    }
+    load_rest<M>(mask, tile, 0, rows, first_key, whole, keys);
+    load_rest<M>(mask, tile, rows, tile.rows, first_key, 0, keys);
+    for (int k = 0; k < keys; ++k) {
+      for (int r = tile.rows; r < kRows; ++r) bias[k * kRows + r] = T(0);
+    }
+  }
+
+  /// As many rows as a vector has lanes, as many keys but at least 8.
+  template <class M>
+  void load_square(const M* const (&from)[Simd<T>::kWidth], int first_row, int first_key) {
+    using S = Simd<T>;
+    constexpr int kWidth = S::kWidth;
+    const auto dropped = S::set(-static_cast<T>(__builtin_inff()));
+    unsigned lost[kWidth] = {};
+    for (int k = 0; k < (kWidth < 8 ? 8 : kWidth); k += kWidth) {
+      typename S::Number square[kWidth];
+#pragma GCC unroll 16
+      for (int l = 0; l < kWidth; ++l) {
+        square[l] = load_converted<T>(from[l] + first_key + k);
+        lost[l] |= S::bits_of(S::equal(square[l], dropped)) << k;
+      }
+      transpose<T>(square);
+#pragma GCC unroll 16
+      for (int c = 0; c < kWidth; ++c) {
+        S::store(bias + (first_key + k + c) * kRows + first_row, square[c]);
+      }
+    }
+    for (int k = 0; k < kWidth; k += 8) {
+      uint8_t* bytes = bits + (first_key + k) / 8 * kRows + first_row;
+      for (int l = 0; l < kWidth; ++l) bytes[l] &= static_cast<uint8_t>(~(lost[l] >> k));
+    }
+  }
+
+  template <class M>
+  void load_rest(const Mask& mask, const RowTile<kRows>& tile, int first_row, int end_row,
+                 int64_t first_key, int begin, int keys) {
     const T dropped = -static_cast<T>(__builtin_inff());
-    for (int r = 0; r < tile.rows; ++r) {
+    for (int r = first_row; r < end_row; ++r) {
       const M* row = mask_row<M>(mask, tile, r, first_key);
-      for (int k = 0; k < keys; k += 8) {
+      for (int k = begin; k < keys; k += 8) {
         unsigned kept = 0;
         const int count = keys - k < 8 ? keys - k : 8;
         for (int b = 0; b < count; ++b) {
@@ -156,24 +205,27 @@ struct MaskTile {
         bits[k / 8 * kRows + r] &= static_cast<uint8_t>(kept);
       }
     }
-    for (int r = tile.rows; r < kRows; ++r) {
-      for (int k = 0; k < keys; ++k) bias[k * kRows + r] = T(0);
-    }
   }
 
   TileState state(int rows, int keys) const {
-    unsigned all = 0xff, any = 0;
+    // Of each row, so that the compiler sees vectors of bytes.
+    uint8_t all_of[kRows], any_of[kRows];
+    __builtin_memset(all_of, 0xff, kRows);
+    __builtin_memset(any_of, 0, kRows);
     for (int k = 0; k < keys; k += 8) {
       const uint8_t inside = bits_in_range(0, keys - k);
       const uint8_t* bytes = bits + k / 8 * kRows;
-      for (int r = 0; r < rows; ++r) {
-        all &= bytes[r] | static_cast<uint8_t>(~inside);
-        any |= bytes[r] & inside;
+      for (int r = 0; r < kRows; ++r) {
+        all_of[r] &= bytes[r] | static_cast<uint8_t>(~inside);
+        any_of[r] |= bytes[r] & inside;
       }
     }
-    return any == 0               ? TileState::kEmpty
-           : (all & 0xff) == 0xff ? TileState::kFull
-                                  : TileState::kPartial;
+    unsigned all = 0xff, any = 0;
+    for (int r = 0; r < rows; ++r) {
+      all &= all_of[r];
+      any |= any_of[r];
+    }
+    return any == 0 ? TileState::kEmpty : all == 0xff ? TileState::kFull : TileState::kPartial;
   }
 };
 

@@ -6,7 +6,8 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// exp(x) for x <= 0: 2^n · 2^r with n = round(x · log2 e), |r| <= 1/2.
+/// exp(x) for x <= 0, or small enough for the result to be finite: 2^n · 2^r with n = round(x ·
+/// log2 e), |r| <= 1/2.
 ///
 /// float: minimax polynomial of degree 5 with c0 = 1, relative error 1.7e-7 with all roundings
 /// near 0, growing with |x| to 1.3e-6 where the result is near the smallest float.
@@ -89,6 +90,18 @@ QKV_INLINE typename Simd<T>::Number load_stored(const Float16* x) {
   return Simd<T>::load_float16(&x->bits);
 }
 
+/// The same for every pair of types.
+template <class T, class Stored>
+QKV_INLINE typename Simd<T>::Number load_converted(const Stored* x) {
+  if constexpr (sizeof(T) == 4 && sizeof(Stored) == 2) {
+    return load_stored<T>(x);
+  } else {
+    alignas(64) T numbers[Simd<T>::kWidth];
+    for (int l = 0; l < Simd<T>::kWidth; ++l) numbers[l] = static_cast<T>(x[l]);
+    return Simd<T>::load(numbers);
+  }
+}
+
 template <class T>
 struct VectorMath {
   using S = Simd<T>;
@@ -97,12 +110,24 @@ struct VectorMath {
 
   static QKV_INLINE Number zero() { return S::zero(); }
   static QKV_INLINE Number one() { return S::set(T(1)); }
+  static QKV_INLINE Number slack() { return S::set(T(6)); }
   static QKV_INLINE Number minus_infinity() { return S::set(-static_cast<T>(__builtin_inff())); }
   static QKV_INLINE Number maximum(Number a, Number b) { return S::maximum(a, b); }
   static QKV_INLINE Number exp(Number x) { return exp_of_nonpositive<T>(x); }
   static QKV_INLINE Mask is_minus_infinity(Number x) { return S::equal(x, minus_infinity()); }
   static QKV_INLINE Mask is_zero(Number x) { return S::equal(x, zero()); }
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return S::select(m, a, b); }
+};
+
+template <class T>
+struct Limits;
+template <>
+struct Limits<float> {
+  static constexpr float kLargest = __FLT_MAX__;
+};
+template <>
+struct Limits<double> {
+  static constexpr double kLargest = __DBL_MAX__;
 };
 
 QKV_INLINE float natural_exp(float x) { return __builtin_expf(x); }

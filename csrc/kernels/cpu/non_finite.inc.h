@@ -24,12 +24,12 @@ inline bool all_finite(const Stored* x, int64_t row_stride, int64_t rows, int64_
   return tail + S::sum(sum) == T(0);
 }
 
-/// c[d][r] += sum over the keys n that row r keeps of a[n][d] · b[n][r]
-template <class T, int kVectors>
+/// c[d][r] += sum over the keys n that row r keeps of a[n][d] · b[n][r], for kVectors vectors of
+/// the tile's kRows rows
+template <class T, int kVectors, int kRows = kVectors* Simd<T>::kWidth>
 inline void multiply_add_kept_keys(int64_t keys, int64_t width, const T* a, int64_t a_row,
                                    const T* b, const uint8_t* bits, T* c) {
   using S = Simd<T>;
-  constexpr int kRows = kVectors * S::kWidth;
   for (int64_t n = 0; n < keys; ++n) {
     for (int v = 0; v < kVectors; ++v) {
       const auto kept = S::bit_of_bytes(bits + n / 8 * kRows + v * S::kWidth, n % 8);

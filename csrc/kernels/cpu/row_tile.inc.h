@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cpu/transpose.inc.h"
 #include "kernels/params.h"
 
 // A tile is a few query rows that share one key/value head. With grouped queries (G query heads a
@@ -83,6 +84,18 @@ struct RowTile {
     return x.data + batch.offset(x.batch_stride) + kv_head * x.head_stride;
   }
 
+  /// The same where x.data points to numbers stored in 16 bits.
+  template <class Stored, class T>
+  const Stored* stored_row(const Operand<const T>& x, int r) const {
+    return reinterpret_cast<const Stored*>(x.data) + batch.offset(x.batch_stride) +
+           head[r] * x.head_stride + query[r] * x.row_stride;
+  }
+  template <class Stored, class T>
+  const Stored* stored_keys_of_head(const Operand<const T>& x) const {
+    return reinterpret_cast<const Stored*>(x.data) + batch.offset(x.batch_stride) +
+           kv_head * x.head_stride;
+  }
+
   template <class T>
   T number_of_head(const HeadNumbers<T>& x, int r) const {
     return x.data[batch.offset(x.batch_stride) + head[r] * x.head_stride];
@@ -97,12 +110,11 @@ struct RowTile {
   /// to[d][r] = scale · x[r][d], 0 for the lanes without a row.
   template <class T>
   void pack_transposed(const Operand<const T>& x, int64_t width, T scale, T* to) const {
-    for (int r = 0; r < rows; ++r) {
-      const T* from = row(x, r);
-      for (int64_t d = 0; d < width; ++d) to[d * kRows + r] = scale * from[d];
-    }
-    for (int r = rows; r < kRows; ++r) {
-      for (int64_t d = 0; d < width; ++d) to[d * kRows + r] = T(0);
+    constexpr int kWidth = Simd<T>::kWidth;
+    for (int r = 0; r < kRows; r += kWidth) {
+      const T* from[kWidth];
+      for (int l = 0; l < kWidth; ++l) from[l] = r + l < rows ? row(x, r + l) : nullptr;
+      transpose_rows<T>(from, width, scale, to + r, kRows);
     }
   }
 
@@ -120,6 +132,15 @@ struct RowTile {
   /// x[r][d] = scale[r] · from[d][r]
   template <class T>
   void unpack_transposed(const T* from, int64_t width, const T* scale, const Operand<T>& x) const {
+    constexpr int kWidth = Simd<T>::kWidth;
+    if (x.column_stride == 1) {
+      for (int r = 0; r < rows; r += kWidth) {
+        T* to[kWidth];
+        for (int l = 0; l < kWidth; ++l) to[l] = r + l < rows ? row(x, r + l) : nullptr;
+        transpose_columns<T>(from + r, kRows, width, Simd<T>::load(scale + r), to);
+      }
+      return;
+    }
     for (int r = 0; r < rows; ++r) {
       T* to = row(x, r);
       for (int64_t d = 0; d < width; ++d) to[d * x.column_stride] = scale[r] * from[d * kRows + r];

@@ -55,6 +55,9 @@ struct Simd<float> {
     return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
   }
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return _mm256_blendv_ps(b, a, m); }
+  static QKV_INLINE unsigned bits_of(Mask m) {
+    return static_cast<unsigned>(_mm256_movemask_ps(m));
+  }
   static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
     const __m256i selected = _mm256_set1_epi32(1 << bit);
     const __m256i b =
@@ -101,6 +104,9 @@ struct Simd<double> {
     return _mm256_movemask_pd(_mm256_cmp_pd(a, b, _CMP_GT_OQ)) != 0;
   }
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return _mm256_blendv_pd(b, a, m); }
+  static QKV_INLINE unsigned bits_of(Mask m) {
+    return static_cast<unsigned>(_mm256_movemask_pd(m));
+  }
   static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
     int32_t four;
     __builtin_memcpy(&four, bytes, sizeof(four));

@@ -8,7 +8,7 @@
 
 #define QKV_INLINE inline __attribute__((always_inline))
 
-namespace qkv::kernels::avx512 {
+namespace qkv::kernels::QKV_ISA {
 
 template <class T>
 struct Simd;
@@ -21,7 +21,7 @@ struct Simd<float> {
   static constexpr int kBroadcastRows = 8;  // 8 x 3 accumulators, 3 operands: 27 of 32 registers
   static constexpr int kOuterVectors = 4;   // and the shape for long rows of C
   static constexpr int kOuterRows = 6;
-  static constexpr float kExpZero = -106.0f;  // exp(x) is exactly 0 from here down
+  static constexpr float kExpZero = -88.1f;  // exp(x) is exactly 0 from here down
 
   static QKV_INLINE Number zero() { return _mm512_setzero_ps(); }
   static QKV_INLINE Number set(float x) { return _mm512_set1_ps(x); }
@@ -40,9 +40,11 @@ struct Simd<float> {
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm512_max_ps(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_ps(a, b); }
   static QKV_INLINE Number round(Number x) { return _mm512_roundscale_ps(x, 0); }
-  /// x · 2^n for integral n, underflowing to denormals and to 0.
+  /// x · 2^n for integral n, 0 for n < -125: results are never subnormal, each of which would cost
+  /// some processors more than a hundred cycles.
   static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
-    return _mm512_scalef_ps(x, n);
+    const Mask not_tiny = _mm512_cmp_ps_mask(n, set(-125.0f), _CMP_NLT_UQ);  // NaN stays
+    return _mm512_maskz_scalef_ps(not_tiny, x, n);
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   static QKV_INLINE Mask less(Number a, Number b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
@@ -52,6 +54,8 @@ struct Simd<float> {
   static QKV_INLINE Number select(Mask m, Number a, Number b) {
     return _mm512_mask_blend_ps(m, b, a);
   }
+  /// Lane l to bit l.
+  static QKV_INLINE unsigned bits_of(Mask m) { return m; }
   /// Lane r: is bit `bit` of bytes[r] set?
   static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
     const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
@@ -67,7 +71,7 @@ struct Simd<double> {
   static constexpr int kBroadcastRows = 8;
   static constexpr int kOuterVectors = 4;
   static constexpr int kOuterRows = 6;
-  static constexpr double kExpZero = -746.5;
+  static constexpr double kExpZero = -709.4;
 
   static QKV_INLINE Number zero() { return _mm512_setzero_pd(); }
   static QKV_INLINE Number set(double x) { return _mm512_set1_pd(x); }
@@ -79,7 +83,8 @@ struct Simd<double> {
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_pd(a, b); }
   static QKV_INLINE Number round(Number x) { return _mm512_roundscale_pd(x, 0); }
   static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
-    return _mm512_scalef_pd(x, n);
+    const Mask not_tiny = _mm512_cmp_pd_mask(n, set(-1021.0), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_pd(not_tiny, x, n);
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
   static QKV_INLINE Mask less(Number a, Number b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }
@@ -89,6 +94,7 @@ struct Simd<double> {
   static QKV_INLINE Number select(Mask m, Number a, Number b) {
     return _mm512_mask_blend_pd(m, b, a);
   }
+  static QKV_INLINE unsigned bits_of(Mask m) { return m; }
   static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
     const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
     return static_cast<Mask>(_mm_test_epi8_mask(b, _mm_set1_epi8(static_cast<char>(1 << bit))));
@@ -119,4 +125,4 @@ QKV_INLINE uint64_t bits_of_64_bools(const uint8_t* bools) {
   return _mm512_test_epi8_mask(x, x);
 }
 
-}  // namespace qkv::kernels::avx512
+}  // namespace qkv::kernels::QKV_ISA

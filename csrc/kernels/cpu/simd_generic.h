@@ -63,6 +63,11 @@ struct SimdOf {
     return any != 0;
   }
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return m ? a : b; }
+  static QKV_INLINE unsigned bits_of(Mask m) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < kWidth; ++lane) bits |= static_cast<unsigned>(m[lane] & 1) << lane;
+    return bits;
+  }
   static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
     Mask m{};
     for (int lane = 0; lane < kWidth; ++lane)

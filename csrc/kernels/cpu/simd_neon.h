@@ -48,6 +48,10 @@ struct Simd<float> {
     return vmaxvq_u32(vcgtq_f32(a, b)) != 0;
   }
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return vbslq_f32(m, a, b); }
+  static QKV_INLINE unsigned bits_of(Mask m) {
+    const uint32_t bits[4] = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32(m, vld1q_u32(bits)));
+  }
   static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
     uint32_t four;
     __builtin_memcpy(&four, bytes, sizeof(four));
@@ -86,6 +90,9 @@ struct Simd<double> {
     return vmaxvq_u32(vreinterpretq_u32_u64(vcgtq_f64(a, b))) != 0;
   }
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return vbslq_f64(m, a, b); }
+  static QKV_INLINE unsigned bits_of(Mask m) {
+    return static_cast<unsigned>((vgetq_lane_u64(m, 0) & 1) | (vgetq_lane_u64(m, 1) & 2));
+  }
   static QKV_INLINE Mask bit_of_bytes(const uint8_t* bytes, int bit) {
     const uint64x2_t both = vcombine_u64(vcreate_u64(bytes[0]), vcreate_u64(bytes[1]));
     return vtstq_u64(both, vdupq_n_u64(uint64_t(1) << bit));

@@ -13,12 +13,16 @@ namespace qkv::kernels::QKV_ISA {
 template <class T>
 constexpr CpuKernels<T> make_kernels() {
   return {
-      forward_units<T>,
-      forward_scratch_bytes<T>,
-      forward_partial_size<T>,
-      forward_reads_16_bits<T>,
-      attention_forward<T>,
-      merge_forward<T>,
+      {
+          forward_units<T>,
+          forward_scratch_bytes<ForwardSource<T>, T>,
+          forward_partial_size<T>,
+          [](const ForwardParams<T>&) -> int64_t { return 0; },
+          forward_reads_16_bits<T>,
+          nullptr,
+          attention_forward<ForwardSource<T>, T>,
+          merge_forward<T>,
+      },
       backward_row_tiles<T>,
       backward_scratch_bytes<T>,
       partial_grad_query_size<T>,
@@ -34,7 +38,9 @@ constexpr CpuKernels<T> make_kernels() {
 #define QKV_STRING_OF(x) #x
 #define QKV_STRING(x) QKV_STRING_OF(x)
 
-extern const CpuKernelTable table = {QKV_STRING(QKV_ISA), make_kernels<float>(),
-                                     make_kernels<double>()};
+extern const CpuKernels<float> float32_kernels = make_kernels<float>();
+extern const CpuKernels<double> float64_kernels = make_kernels<double>();
+extern const CpuKernelTable table = {QKV_STRING(QKV_ISA), float32_kernels, float64_kernels,
+                                     nullptr};
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -44,7 +44,7 @@ QKV_INLINE void product_of_rows(int64_t first, int64_t depth, const T* a, RowStr
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sum[r][v] = start(first + r, v);
   for (int64_t k = 0; k < depth; ++k) {
-    typename S::Number b_k[kVectors];
+    decltype(S::load(b)) b_k[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) b_k[v] = S::load(b + k * b_row + v * S::kWidth);
 #pragma GCC unroll 8

@@ -1,0 +1,98 @@
+#include "limits.h"
+
+#include <ATen/Parallel.h>
+#include <benchmark/benchmark.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace limits {
+
+namespace {
+
+template <class F>
+void on_every_thread(F f) {
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) f();
+  });
+}
+
+// As many sums as hide the latency of a multiply-add on any processor with these instructions.
+constexpr int kSums = 24;
+
+#if defined(__x86_64__)
+
+__attribute__((target("avx512f"))) void avx512() {
+  __m512 sum[kSums], a = _mm512_set1_ps(0.5f), b = _mm512_set1_ps(0.25f);
+#pragma GCC unroll 24
+  for (auto& s : sum) s = _mm512_setzero_ps();
+  for (int64_t i = 0; i < kMultiplyAdds / (16 * kSums); ++i) {
+    __asm__ volatile("" : "+v"(a), "+v"(b));
+#pragma GCC unroll 24
+    for (auto& s : sum) s = _mm512_fmadd_ps(a, b, s);
+  }
+#pragma GCC unroll 24
+  for (auto& s : sum) __asm__ volatile("" ::"v"(s));
+}
+
+__attribute__((target("avx2,fma"))) void avx2() {
+  __m256 sum[12], a = _mm256_set1_ps(0.5f), b = _mm256_set1_ps(0.25f);
+#pragma GCC unroll 12
+  for (auto& s : sum) s = _mm256_setzero_ps();
+  for (int64_t i = 0; i < kMultiplyAdds / (8 * 12); ++i) {
+    __asm__ volatile("" : "+x"(a), "+x"(b));
+#pragma GCC unroll 12
+    for (auto& s : sum) s = _mm256_fmadd_ps(a, b, s);
+  }
+#pragma GCC unroll 12
+  for (auto& s : sum) __asm__ volatile("" ::"x"(s));
+}
+
+__attribute__((target("avx512f,avx512bf16"))) void avx512_bf16() {
+  __m512 sum[kSums];
+  __m512i a = _mm512_set1_epi32(0x3f003f00), b = _mm512_set1_epi32(0x3e803e80);
+#pragma GCC unroll 24
+  for (auto& s : sum) s = _mm512_setzero_ps();
+  for (int64_t i = 0; i < kMultiplyAdds / (32 * kSums); ++i) {
+    __asm__ volatile("" : "+v"(a), "+v"(b));
+#pragma GCC unroll 24
+    for (auto& s : sum) {
+      s = _mm512_dpbf16_ps(s, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+    }
+  }
+#pragma GCC unroll 24
+  for (auto& s : sum) __asm__ volatile("" ::"v"(s));
+}
+
+#endif
+
+}  // namespace
+
+#if defined(__x86_64__)
+bool has_float32() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_bfloat16() { return __builtin_cpu_supports("avx512bf16"); }
+void multiply_add_float32() {
+  on_every_thread(__builtin_cpu_supports("avx512f") ? avx512 : avx2);
+}
+void multiply_add_bfloat16() { on_every_thread(avx512_bf16); }
+#else
+bool has_float32() { return false; }
+bool has_bfloat16() { return false; }
+void multiply_add_float32() {}
+void multiply_add_bfloat16() {}
+#endif
+
+void read(const torch::Tensor& x) {
+  const auto* words = static_cast<const uint64_t*>(x.const_data_ptr());
+  const auto count = static_cast<int64_t>(x.nbytes() / sizeof(uint64_t));
+  at::parallel_for(0, count, 1 << 14, [&](int64_t begin, int64_t end) {
+    uint64_t sum[8] = {};
+    for (int64_t i = begin; i + 8 <= end; i += 8) {
+      for (int l = 0; l < 8; ++l) sum[l] ^= words[i + l];
+    }
+    benchmark::DoNotOptimize(sum);
+  });
+}
+
+}  // namespace limits

@@ -1,0 +1,71 @@
+#pragma once
+
+#include "kernels/cpu/half.inc.h"
+#include "kernels/cpu/simd_avx512.h"
+
+// AVX512-BF16 multiplies pairs of bfloat16 and adds both products to a float32:
+//
+//     sum[l] += a[2l] · b[2l] + a[2l + 1] · b[2l + 1]
+//
+// Subnormal numbers count as zeros.
+
+namespace qkv::kernels::QKV_ISA {
+
+struct BFloat16Pair {
+  BFloat16 first;
+  BFloat16 second;
+};
+
+/// What tile_product.inc.h asks for: numbers are pairs, sums float32.
+template <>
+struct Simd<BFloat16Pair> {
+  using Number = __m512;
+  using Factor = __m512bh;
+  static constexpr int kWidth = 16;
+  static constexpr int kBroadcastRows = 8;
+
+  static QKV_INLINE Number zero() { return _mm512_setzero_ps(); }
+  static QKV_INLINE Factor set(BFloat16Pair x) {
+    int32_t bits;
+    __builtin_memcpy(&bits, &x, sizeof(bits));
+    return reinterpret_cast<Factor>(_mm512_set1_epi32(bits));
+  }
+  static QKV_INLINE Factor load(const BFloat16Pair* p) {
+    return reinterpret_cast<Factor>(_mm512_loadu_si512(p));
+  }
+  static QKV_INLINE void store(BFloat16Pair* p, Factor x) {
+    _mm512_storeu_si512(p, reinterpret_cast<__m512i>(x));
+  }
+  static QKV_INLINE Number fma(Factor a, Factor b, Number sum) {
+    return _mm512_dpbf16_ps(sum, a, b);
+  }
+  /// (first[l], second[l]), rounded to nearest even.
+  static QKV_INLINE Factor round(Number first, Number second) {
+    const auto halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+    return reinterpret_cast<Factor>(_mm512_permutexvar_epi16(interleaved_halves(), halves));
+  }
+
+ private:
+  /// 0, 16, 1, 17, ..
+  static QKV_INLINE __m512i interleaved_halves() {
+    const __m512i low = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
+  }
+};
+
+/// to[d] = (first[d], second[d]); second is nullptr for zeros.
+inline void interleave(const BFloat16* first, const BFloat16* second, int64_t width,
+                       BFloat16Pair* to) {
+  int64_t d = 0;
+  for (; d + 16 <= width; d += 16) {
+    const auto wide = [d](const BFloat16* x) __attribute__((always_inline)) {
+      if (x == nullptr) return _mm512_setzero_si512();
+      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + d)));
+    };
+    _mm512_storeu_si512(to + d,
+                        _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16)));
+  }
+  for (; d < width; ++d) to[d] = {first[d], second != nullptr ? second[d] : BFloat16{0}};
+}
+
+}  // namespace qkv::kernels::QKV_ISA

@@ -1,0 +1,310 @@
+#pragma once
+
+#include "kernels/band.h"
+#include "kernels/cpu/dropout_tile.inc.h"
+#include "kernels/cpu/mask_tile.inc.h"
+#include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/merge.inc.h"
+#include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/score_tile.inc.h"
+#include "kernels/online_softmax.h"
+
+// Forward attention for one tile of query rows (FlashAttention-2, arXiv:2307.08691, algorithm 1).
+//
+//     out = dropout(softmax(softcap(scale · Q Kᵀ) + mask - ALiBi)) V
+//     lse = log of the sum that the softmax divides by, a sink included
+//
+// Everything is kept transposed: the rows of the tile lie in the lanes of vectors, so that maxima
+// and sums over keys are vertical, and K and V are used as they lie in memory.
+//
+//              rows (lanes) ->                         for each block of kForwardBlockKeys keys:
+//     Qᵀ   D  [ ................ ]                      S = scale · K · Qᵀ      [keys][rows]
+//     S  keys [ ................ ]  one block           softcap, mask, ALiBi    in place
+//                                                       P = exp(S - max)        in place
+//                                                       dropout                 in place
+//     Oᵀ  Dv  [ ................ ]                      Oᵀ += Vᵀ · P            [Dv][rows]
+//
+// Q, K, V and both products are the Source's: forward_source.inc.h, bfloat16_source.inc.h.
+//
+// Of a block that the edge of the band runs through, only those vectors of rows that see some of 16
+// keys take part in them:
+//
+//     rows ->    0..15  16..31  32..47
+//     keys 0      ###     ###     ###
+//         16       .      ###     ###
+//         32       .       .      ###
+
+namespace qkv::kernels::QKV_ISA {
+
+constexpr int kForwardVectors = 3;  // of rows in a tile
+constexpr int kForwardBlockKeys = 128;
+constexpr int kEdgeKeys = 16;
+
+template <class T>
+constexpr int kForwardRows = kForwardVectors* Simd<T>::kWidth;
+
+template <class Source>
+class ForwardTile {
+ public:
+  using T = typename Source::Real;
+  using S = Simd<T>;
+  using Math = VectorMath<T>;
+  using Number = typename S::Number;
+  static constexpr int kRows = kForwardRows<T>;
+  using Tile = RowTile<kRows>;
+
+  /// Of the tile itself, in numbers; the source's come after.
+  static int64_t scratch_numbers(const Problem<T>& p) {
+    return (out_rows(p) + 2 * kForwardBlockKeys) * kRows;
+  }
+  static constexpr int64_t kBitBytes = 2 * kForwardBlockKeys / 8 * kRows;
+  static int64_t scratch_bytes(const Problem<T>& p) {
+    return scratch_numbers(p) * static_cast<int64_t>(sizeof(T)) + kBitBytes +
+           Source::scratch_bytes(p);
+  }
+
+  ForwardTile(const ForwardParams<T>& params, const Tile& tile, void* scratch)
+      : params_(params),
+        p_(params.problem),
+        tile_(tile),
+        out_t_(static_cast<T*>(scratch)),
+        scores_(out_t_ + out_rows(p_) * kRows),
+        mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * kForwardBlockKeys * kRows),
+              scores_ + kForwardBlockKeys * kRows},
+        stays_(mask_.bits + kForwardBlockKeys / 8 * kRows),
+        source_(params, tile, mask_.bits + kBitBytes) {
+    alibi_.load(p_, tile);
+    changes_scores_ = p_.softcap != T(0) || mask_.has_bias(p_) || p_.alibi_slopes.data != nullptr;
+    vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
+    set_to_zero(out_t_, out_rows(p_) * kRows);
+    for (auto& s : softmax_) s.clear();
+  }
+
+  /// Takes in all keys of `split` that some row sees.
+  void run(KeyRange split) {
+    const int64_t first = tile_.first_query(), last = tile_.last_query();
+    const KeyRange any = keys_of_any(p_.band, first, last, p_.keys).intersection(split);
+    const KeyRange all = keys_of_all(p_.band, first, last, p_.keys);
+    for (int64_t n = first_of_eight(any.begin), end; n < any.end; n = end) {
+      // Blocks end where all rows begin to see the keys, and where they cease to.
+      end = n + kForwardBlockKeys < any.end ? n + kForwardBlockKeys : any.end;
+      const int64_t begin_of_all = first_of_eight(all.begin + 7);
+      const int64_t end_of_all = first_of_eight(all.end);
+      if (n < begin_of_all && begin_of_all < end) end = begin_of_all;
+      if (n < end_of_all && end_of_all < end) end = end_of_all;
+      add_block(n, static_cast<int>(end - n));
+    }
+  }
+
+  /// [ out, not normalised | max | sum ] of each row, for merge().
+  void write_partial(T* partial) {
+    alignas(64) T max[kRows], sum[kRows], factor[kRows];
+    store_softmax(max, sum, factor);
+    for (int r = 0; r < tile_.rows; ++r) {
+      T* to = partial + r * partial_row(p_);
+      for (int64_t d = 0; d < p_.value_dim; ++d) to[d] = factor[r] * out_t_[d * kRows + r];
+      to[p_.value_dim] = max[r];
+      to[p_.value_dim + 1] = sum[r];
+    }
+  }
+
+  void write_results() {
+    alignas(64) T max[kRows], sum[kRows], factor[kRows], normaliser[kRows];
+    store_softmax(max, sum, factor);
+    for (int v = 0; v < kForwardVectors; ++v) {
+      S::store(normaliser + v * S::kWidth, softmax_[v].normaliser());
+    }
+    const T dropout = dropout_scale<T>(p_.dropout);
+    for (int r = 0; r < tile_.rows; ++r) {
+      if (p_.sinks.data != nullptr) {
+        normaliser[r] = add_sink(tile_.number_of_head(p_.sinks, r), max[r], sum[r]);
+      }
+      normaliser[r] *= dropout * factor[r];
+      const int64_t scalar = tile_.scalar(p_, r);
+      log_of_sum(max[r], sum[r], params_.lse[scalar], params_.lse_rest[scalar]);
+    }
+    tile_.unpack_transposed(out_t_, p_.value_dim, normaliser, params_.out);
+  }
+
+ private:
+  /// Those of Oᵀ, and what else the source sums under the same maximum.
+  static int64_t out_rows(const Problem<T>& p) { return p.value_dim + Source::kExtraOutRows; }
+
+  /// With a source that rounds weights, factor is sum / the sum of the rounded ones.
+  void store_softmax(T* max, T* sum, T* factor) const {
+    const bool rounds = Source::kExtraOutRows > 0 && p_.dropout.threshold == 0;
+    for (int v = 0; v < kForwardVectors; ++v) {
+      S::store(max + v * S::kWidth, softmax_[v].max);
+      S::store(sum + v * S::kWidth, softmax_[v].sum);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      factor[r] = rounds && sum[r] != T(0) ? sum[r] / out_t_[p_.value_dim * kRows + r] : T(1);
+    }
+  }
+
+  void add_block(int64_t first_key, int keys) {
+    const TileState state = mask_.load(p_, tile_, first_key, keys);
+    if (state == TileState::kEmpty) return;
+    if (p_.dropout.threshold != 0) {
+      load_dropout<kRows>(p_.dropout, tile_, first_key, keys, stays_);
+    }
+    // Neighbouring pieces seen by the same vectors go together.
+    for (int begin = 0, end; begin < keys; begin = end) {
+      end = state == TileState::kFull ? keys : begin + kEdgeKeys;
+      const Vectors seen = state == TileState::kFull ? Vectors{0, vectors_}
+                                                     : vectors_that_see(first_key + begin, keys - begin);
+      while (end < keys && vectors_that_see(first_key + end, keys - end) == seen) end += kEdgeKeys;
+      if (end > keys) end = keys;
+      switch (seen.count) {
+        case 1:
+          add_keys<1>(first_key + begin, end - begin, begin, seen.first, state);
+          break;
+        case 2:
+          add_keys<2>(first_key + begin, end - begin, begin, seen.first, state);
+          break;
+        case 3:
+          add_keys<3>(first_key + begin, end - begin, begin, seen.first, state);
+          break;
+      }
+    }
+  }
+
+  struct Vectors {
+    int first;
+    int count;
+    bool operator==(const Vectors& other) const {
+      return first == other.first && count == other.count;
+    }
+  };
+
+  /// The vectors with rows that see, by the band, any of the next kEdgeKeys keys.
+  Vectors vectors_that_see(int64_t first_key, int keys) const {
+    const KeyRange piece{first_key, first_key + (keys < kEdgeKeys ? keys : kEdgeKeys)};
+    Vectors seen{0, 0};
+    for (int v = 0; v < vectors_; ++v) {
+      const int first_row = v * S::kWidth, last_row = first_row + S::kWidth - 1;
+      const int64_t last_query = tile_.query[last_row < tile_.rows ? last_row : tile_.rows - 1];
+      if (keys_of_any(p_.band, tile_.query[first_row], last_query, p_.keys)
+              .intersection(piece)
+              .empty()) {
+        continue;
+      }
+      if (seen.count == 0) seen.first = v;
+      ++seen.count;
+    }
+    return seen;
+  }
+
+  /// Some keys of the block, at `offset` in it, for some vectors of the tile.
+  template <int kVectors>
+  void add_keys(int64_t first_key, int keys, int offset, int first_vector, TileState state) {
+    const int first_row = first_vector * S::kWidth;
+    T* weights = scores_ + first_row;
+    if (state == TileState::kPartial || changes_scores_ ||
+        !weigh_in_registers<kVectors>(first_key, keys, first_vector, weights)) {
+      weigh<kVectors>(first_key, keys, offset, first_vector, state, weights);
+    }
+    if (p_.dropout.threshold != 0) {
+      drop<T, kVectors, kRows>(stays_ + offset / 8 * kRows + first_row, keys, weights);
+    }
+    const uint8_t* bits = mask_.bits + offset / 8 * kRows + first_row;
+    source_.template add_values<kVectors>(first_key, keys, first_row, weights,
+                                          state == TileState::kPartial ? bits : nullptr,
+                                          out_t_ + first_row);
+  }
+
+  /// P = exp(S - max) where S leaves the registers of the product, under the maxima of the keys
+  /// before. False, and nothing done, if a row has none yet or one that is too small now.
+  template <int kVectors>
+  bool weigh_in_registers(int64_t first_key, int keys, int first_vector, T* weights) {
+    const auto lowest = S::set(-Limits<T>::kLargest);
+    Number shift[kVectors], sum[kVectors], block_max[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const auto& softmax = softmax_[first_vector + v];
+      if (S::any_greater(lowest, softmax.max)) return false;
+      shift[v] = softmax.shift();
+      sum[v] = softmax.sum;
+      block_max[v] = Math::minus_infinity();
+    }
+    source_.template scores<kVectors>(
+        first_key, keys,
+        first_vector * S::kWidth, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
+          block_max[v] = S::maximum(block_max[v], x);
+          const auto weight = Math::exp(x - shift[v]);
+          sum[v] = sum[v] + weight;
+          S::store(weights + k * kRows + v * S::kWidth, weight);
+        });
+    for (int v = 0; v < kVectors; ++v) {
+      if (S::any_greater(block_max[v], softmax_[first_vector + v].limit())) return false;
+    }
+    for (int v = 0; v < kVectors; ++v) softmax_[first_vector + v].sum = sum[v];
+    return true;
+  }
+
+  /// The same in two passes: first S and its maxima, then P.
+  template <int kVectors>
+  void weigh(int64_t first_key, int keys, int offset, int first_vector, TileState state,
+             T* weights) {
+    Number block_max[kVectors];
+    for (auto& m : block_max) m = Math::minus_infinity();
+    source_.template scores<kVectors>(
+        first_key, keys,
+        first_vector * S::kWidth, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
+          S::store(weights + k * kRows + v * S::kWidth, x);
+          block_max[v] = S::maximum(block_max[v], x);
+        });
+    if (changes_scores_ || state == TileState::kPartial) {
+      const ScoreRows<T, kVectors, kRows> rows{p_,   mask_,  alibi_,       first_key,
+                                               keys, offset, first_vector, weights};
+      rows.modify();
+      rows.keep(state, block_max);
+    }
+    raise_max<kVectors>(block_max, first_vector);
+    Number shift[kVectors];
+    for (int v = 0; v < kVectors; ++v) shift[v] = softmax_[first_vector + v].shift();
+    for (int k = 0; k < keys; ++k) {
+      for (int v = 0; v < kVectors; ++v) {
+        T* w = weights + k * kRows + v * S::kWidth;
+        S::store(w, softmax_[first_vector + v].weight(S::load(w), shift[v]));
+      }
+    }
+  }
+
+  /// Rows whose maximum has grown too far shrink what they have summed under the smaller one. A row
+  /// decides for itself: its bits must not depend on its neighbours.
+  template <int kVectors>
+  void raise_max(const Number* block_max, int first_vector) {
+    bool grows = false;
+    for (int v = 0; v < kVectors; ++v) {
+      grows |= S::any_greater(block_max[v], softmax_[first_vector + v].limit());
+    }
+    if (!grows) return;
+    Number correction[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      auto& softmax = softmax_[first_vector + v];
+      const auto too_small = S::less(softmax.limit(), block_max[v]);
+      correction[v] = softmax.raise_max(S::select(too_small, block_max[v], softmax.max));
+    }
+    for (int64_t d = 0; d < out_rows(p_); ++d) {
+      for (int v = 0; v < kVectors; ++v) {
+        T* o = out_t_ + d * kRows + (first_vector + v) * S::kWidth;
+        S::store(o, S::load(o) * correction[v]);
+      }
+    }
+  }
+
+  const ForwardParams<T>& params_;
+  const Problem<T>& p_;
+  const Tile& tile_;
+  T* out_t_;   // [Dv][rows]
+  T* scores_;  // [keys][rows], then the weights
+  MaskTile<T, kRows> mask_;
+  uint8_t* stays_;
+  AlibiTile<T, kForwardVectors> alibi_;
+  OnlineSoftmax<Math> softmax_[kForwardVectors];
+  Source source_;
+  int vectors_;  // that have rows
+  bool changes_scores_;
+};
+
+}  // namespace qkv::kernels::QKV_ISA

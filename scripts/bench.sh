@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Speed beside PyTorch and beside the machine's limits, measured in one run, in turns.
+#
+#   scripts/bench.sh [cpu] [--quick] [--filter WORDS] [--turns N] [--output DIR]
+#
+# Nothing else may run meanwhile. The full grid takes about 25 minutes, --quick under 3.
+source "$(dirname "$0")/environment.sh"
+
+scripts/setup.sh
+say "Building"
+scripts/build.sh benchmarks
+PYTHONPATH=$PWD exec "$PYTHON" benchmarks/run.py "$@"
