@@ -1,8 +1,8 @@
 // Times every point of a grid: attention_benchmark POINTS.json [--benchmark_..]. One line of JSON a
 // point goes to standard output: {"name": .., "explain": .., "seconds": {system: [of each turn]}}.
 //
-// Google Benchmark calibrates, repeats and shuffles: of one point, all systems and the limits of the
-// machine take turns in random order (--benchmark_enable_random_interleaving).
+// Google Benchmark calibrates, repeats and shuffles: of one point, all systems and the limits of
+// the machine take turns in random order (--benchmark_enable_random_interleaving).
 
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>

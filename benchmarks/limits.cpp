@@ -72,9 +72,7 @@ __attribute__((target("avx512f,avx512bf16"))) void avx512_bf16() {
 #if defined(__x86_64__)
 bool has_float32() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 bool has_bfloat16() { return __builtin_cpu_supports("avx512bf16"); }
-void multiply_add_float32() {
-  on_every_thread(__builtin_cpu_supports("avx512f") ? avx512 : avx2);
-}
+void multiply_add_float32() { on_every_thread(__builtin_cpu_supports("avx512f") ? avx512 : avx2); }
 void multiply_add_bfloat16() { on_every_thread(avx512_bf16); }
 #else
 bool has_float32() { return false; }

@@ -68,8 +68,7 @@ Point::Point(const nlohmann::json& json)
   if (json.value("alibi", false)) {
     const Tensor slopes = torch::pow(2.0, torch::arange(1, heads + 1) * (-8.0 / heads));
     options_.alibi_slopes(slopes);
-    pytorch_mask_ =
-        (-slopes.view({heads, 1, 1}) * distances(queries, keys, 0).abs()).to(dtype);
+    pytorch_mask_ = (-slopes.view({heads, 1, 1}) * distances(queries, keys, 0).abs()).to(dtype);
   }
   if (json.value("sinks", false)) options_.sinks(torch::randn({heads}));
   if (json.contains("softcap")) options_.softcap(json.at("softcap"));
@@ -77,8 +76,7 @@ Point::Point(const nlohmann::json& json)
 
 Tensor Point::pytorch(bool math) const {
   const bool gqa = query_.size(1) != key_.size(1);
-  const auto mask =
-      pytorch_mask_.defined() ? std::optional<Tensor>(pytorch_mask_) : std::nullopt;
+  const auto mask = pytorch_mask_.defined() ? std::optional<Tensor>(pytorch_mask_) : std::nullopt;
   if (math) {
     return std::get<0>(at::_scaled_dot_product_attention_math(query_, key_, value_, mask, dropout_,
                                                               causal_, {}, {}, gqa));

@@ -35,11 +35,29 @@ struct Shape {
 
 constexpr double kSoftcap = 1.5;
 
+/// The largest differences to loops in double.
+struct Errors {
+  double output = 0.0, lse = 0.0, gradients = 0.0;
+
+  double largest() const { return std::max({output, lse, gradients}); }
+};
+
+/// The upper half of a float, and what is left of the float.
+uint16_t bfloat16_of(float& x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  bits &= 0xffff0000;
+  std::memcpy(&x, &bits, sizeof(bits));
+  return static_cast<uint16_t>(bits >> 16);
+}
+
 /// One problem in dense tensors, run unit by unit.
 template <class T>
 class KernelRun {
  public:
-  KernelRun(const CpuKernelTable& table, const Shape& shape, int64_t splits)
+  /// forward: another forward pass than that of T, which reads query, key and value in bfloat16.
+  KernelRun(const CpuKernelTable& table, const Shape& shape, int64_t splits,
+            const ForwardKernels<float>* in_bfloat16 = nullptr)
       : kernels_(kernels_of<T>(table)), s_(shape) {
     std::mt19937 random(7);
     std::normal_distribution<double> normal;
@@ -82,21 +100,45 @@ class KernelRun {
       p.sinks.head_stride = 1;
     }
 
+    const ForwardKernels<T>* forward_kernels = &kernels_;
     ForwardParams<T> forward{};
+    if constexpr (sizeof(T) == 4) {
+      if (in_bfloat16 != nullptr) {
+        forward_kernels = in_bfloat16;
+        const auto stored = [](std::vector<T>& from, std::vector<uint16_t>& to) {
+          for (T& x : from) to.push_back(bfloat16_of(x));
+          return reinterpret_cast<const T*>(to.data());
+        };
+        p.query.data = stored(q_, q16_);
+        p.key.data = stored(k_, k16_);
+        p.value.data = stored(v_, v16_);
+        p.key_value_storage = Storage::kBFloat16;
+      }
+    }
     forward.problem = p;
     forward.out = operand<T>(out_.data(), s_.queries, s_.value_dim);
     forward.lse = lse_.data();
     forward.lse_rest = lse_rest_.data();
-    const auto scratch = memory(kernels_.forward_scratch_bytes(forward));
-    const int64_t parts = kernels_.forward_partial_size(forward);
+    const auto scratch = memory(forward_kernels->forward_scratch_bytes(forward));
+    const int64_t prepared_bytes = forward_kernels->forward_prepared_bytes(forward);
+    const auto prepared = memory(prepared_bytes);
+    forward.prepared = prepared.get();
+    for (int64_t head = 0; prepared_bytes > 0 && head < s_.kv_heads; ++head) {
+      forward_kernels->prepare_forward(forward, head);
+    }
+    const int64_t parts = forward_kernels->forward_partial_size(forward);
     const auto forward_partial = memory(parts * sizeof(T));
     forward.partial = static_cast<T*>(forward_partial.get());
-    for (int64_t unit = 0; unit < kernels_.forward_units(forward); ++unit) {
-      kernels_.forward(forward, unit, scratch.get());
+    for (int64_t unit = 0; unit < forward_kernels->forward_units(forward); ++unit) {
+      forward_kernels->forward(forward, unit, scratch.get());
     }
     for (int64_t head = 0; parts > 0 && head < s_.kv_heads; ++head) {
-      kernels_.merge_forward(forward, head);
+      forward_kernels->merge_forward(forward, head);
     }
+    p.query.data = q_.data();
+    p.key.data = k_.data();
+    p.value.data = v_.data();
+    p.key_value_storage = Storage::kSame;
 
     BackwardParams<T> backward{};
     backward.problem = p;
@@ -123,10 +165,9 @@ class KernelRun {
     }
   }
 
-  /// The largest difference to loops in double, over output and all gradients.
-  double error() const {
+  Errors errors() const {
     std::vector<double> dq(q_.size()), dk(k_.size()), dv(v_.size());
-    double worst = 0.0;
+    Errors worst;
     for (int64_t h = 0; h < s_.heads; ++h) {
       const int64_t g = h / (s_.heads / s_.kv_heads);
       const T *k = &k_[g * s_.keys * s_.head_dim], *v = &v_[g * s_.keys * s_.value_dim];
@@ -167,19 +208,19 @@ class KernelRun {
           }
         }
         for (int64_t d = 0; d < s_.value_dim; ++d) {
-          worst = std::max(worst, std::abs(out[d] - out_[row * s_.value_dim + d]));
+          worst.output = std::max(worst.output, std::abs(out[d] - out_[row * s_.value_dim + d]));
         }
         const double lse = sum == 0.0 ? -std::numeric_limits<double>::infinity() : std::log(sum);
         if (std::isinf(lse) || std::isinf(lse_[row])) {
-          if (lse != lse_[row]) return std::numeric_limits<double>::infinity();
+          if (lse != lse_[row]) worst.lse = std::numeric_limits<double>::infinity();
         } else {
-          worst = std::max(worst, std::abs(lse - lse_[row]));
+          worst.lse = std::max(worst.lse, std::abs(lse - lse_[row]));
         }
       }
     }
     for (const auto& [expected, found] : {std::pair{&dq, &dq_}, {&dk, &dk_}, {&dv, &dv_}}) {
       for (size_t x = 0; x < expected->size(); ++x) {
-        worst = std::max(worst, std::abs((*expected)[x] - (*found)[x]));
+        worst.gradients = std::max(worst.gradients, std::abs((*expected)[x] - (*found)[x]));
       }
     }
     return worst;
@@ -209,6 +250,7 @@ class KernelRun {
 
   const CpuKernels<T>& kernels_;
   Shape s_;
+  std::vector<uint16_t> q16_, k16_, v16_;
   std::vector<T> q_, k_, v_, g_, slopes_, sinks_, out_, lse_, lse_rest_, dq_, dk_, dv_;
 };
 
@@ -252,9 +294,29 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       const std::string what = "heads " + std::to_string(shape.heads) + " queries " +
                                std::to_string(shape.queries) + " keys " +
                                std::to_string(shape.keys) + " splits " + std::to_string(splits);
-      EXPECT_LT((KernelRun<float>(*table_, shape, splits).error()), 5e-5) << what;
-      EXPECT_LT((KernelRun<double>(*table_, shape, splits).error()), 5e-13) << what;
+      EXPECT_LT((KernelRun<float>(*table_, shape, splits).errors().largest()), 5e-5) << what;
+      EXPECT_LT((KernelRun<double>(*table_, shape, splits).errors().largest()), 5e-13) << what;
     }
+  }
+}
+
+TEST_P(Kernels, ProductsInBFloat16) {
+  if (table_->bfloat16 == nullptr) GTEST_SKIP() << "has none";
+  const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11};
+  const Shape shapes[] = {
+      {1, 1, 17, 33, 8, 8, causal},       {1, 1, 50, 300, 20, 17, all},
+      {2, 1, 100, 291, 16, 33, causal},   {6, 2, 40, 200, 34, 64, causal},
+      {4, 2, 60, 90, 24, 80, window},     {1, 1, 49, 97, 66, 63, causal},
+      {1, 1, 30, 2501, 10, 20, all},  // ranges of keys
+      {4, 2, 60, 290, 24, 20, all, true}, {2, 1, 20, 2100, 8, 8, causal, true},
+  };
+  for (const Shape& shape : shapes) {
+    const auto errors = KernelRun<float>(*table_, shape, 1, table_->bfloat16).errors();
+    const std::string what =
+        "queries " + std::to_string(shape.queries) + " keys " + std::to_string(shape.keys);
+    // A weight is rounded by up to 2^-9, values are up to 4: most of it averages out.
+    EXPECT_LT(errors.output, 1.5e-2) << what;
+    EXPECT_LT(errors.lse, 5e-5) << what;
   }
 }
 

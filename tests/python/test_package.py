@@ -83,6 +83,9 @@ expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=T
 torch.testing.assert_close(out, expected)
 for a, e in zip(*(torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, expected))):
     torch.testing.assert_close(a, e)
+half = [x.detach().bfloat16() for x in (q, k, v)]
+exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in half))
+torch.testing.assert_close(qkv.attention(*half).double(), exact, atol=1e-2, rtol=1e-2)
 """
     done = python(program, QKV_CPU_ISA=isa)
     if "this processor does not have it" in done.stderr:

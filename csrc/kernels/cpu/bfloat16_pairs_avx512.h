@@ -49,7 +49,8 @@ struct Simd<BFloat16Pair> {
   /// 0, 16, 1, 17, ..
   static QKV_INLINE __m512i interleaved_halves() {
     const __m512i low = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
+    return _mm512_or_si512(low,
+                           _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
   }
 };
 
@@ -62,8 +63,7 @@ inline void interleave(const BFloat16* first, const BFloat16* second, int64_t wi
       if (x == nullptr) return _mm512_setzero_si512();
       return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + d)));
     };
-    _mm512_storeu_si512(to + d,
-                        _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16)));
+    _mm512_storeu_si512(to + d, _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16)));
   }
   for (; d < width; ++d) to[d] = {first[d], second != nullptr ? second[d] : BFloat16{0}};
 }

@@ -85,12 +85,10 @@ class BFloat16Source {
     tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
         0, p_.value_dim, (keys + 1) / 2, pairs, UnitStride{}, p_.value_dim, weights_ + first_row,
         kRows,
-        [=](int64_t d, int v) __attribute__((always_inline)) {
-          return S::load(out_t + d * kRows + v * S::kWidth);
-        },
-        [=](int64_t d, int v, S::Number x) __attribute__((always_inline)) {
-          S::store(out_t + d * kRows + v * S::kWidth, x);
-        });
+        [=](int64_t d, int v)
+            __attribute__((always_inline)) { return S::load(out_t + d * kRows + v * S::kWidth); },
+        [=](int64_t d, int v, S::Number x)
+            __attribute__((always_inline)) { S::store(out_t + d * kRows + v * S::kWidth, x); });
     if (poisoned) add_non_finite<kVectors>(keys, values, weights, bits, out_t);
   }
 
@@ -126,7 +124,8 @@ class BFloat16Source {
           square[l] = _mm512_load_ps(line);
         }
         transpose<float>(square);
-        for (int c = 0; c < columns; ++c) _mm512_storeu_ps(query_t_ + (d + c) * kRows + r, square[c]);
+        for (int c = 0; c < columns; ++c)
+          _mm512_storeu_ps(query_t_ + (d + c) * kRows + r, square[c]);
       }
     }
   }

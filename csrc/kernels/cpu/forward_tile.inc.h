@@ -151,8 +151,9 @@ class ForwardTile {
     // Neighbouring pieces seen by the same vectors go together.
     for (int begin = 0, end; begin < keys; begin = end) {
       end = state == TileState::kFull ? keys : begin + kEdgeKeys;
-      const Vectors seen = state == TileState::kFull ? Vectors{0, vectors_}
-                                                     : vectors_that_see(first_key + begin, keys - begin);
+      const Vectors seen = state == TileState::kFull
+                               ? Vectors{0, vectors_}
+                               : vectors_that_see(first_key + begin, keys - begin);
       while (end < keys && vectors_that_see(first_key + end, keys - end) == seen) end += kEdgeKeys;
       if (end > keys) end = keys;
       switch (seen.count) {
