@@ -369,6 +369,7 @@ def fits(op: str, arguments: list) -> bool:
     return True
 
 
+@pytest.mark.unfused
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("op", INTERNAL)
 def test_internal_operators(op, device):

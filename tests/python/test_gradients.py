@@ -24,6 +24,8 @@ def differentiable_call(sample):
     return call, tuple(sample.requires_grad().differentiable.values())
 
 
+pytestmark = pytest.mark.unfused  # forward mode and higher orders
+
 small = samples.parametrize(large=False, empty=False)
 
 
