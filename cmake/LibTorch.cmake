@@ -61,13 +61,14 @@ target_link_libraries(qkv::libtorch INTERFACE torch torch_cpu c10)
 target_compile_features(qkv::libtorch INTERFACE cxx_std_20)
 
 # at::parallel_for is a template: without OpenMP it is compiled to run on one thread. The runtime
-# must be the one that libtorch uses, of which wheels bring their own.
+# must be the one that libtorch uses, of which wheels bring their own. (What clang compiles calls
+# libomp, which also answers to the names that libtorch calls libgomp's functions by.)
 find_package(OpenMP QUIET COMPONENTS CXX)
 if(OpenMP_CXX_FOUND)
   add_library(qkv::openmp INTERFACE IMPORTED)
   target_compile_options(qkv::openmp INTERFACE ${OpenMP_CXX_FLAGS})
   file(GLOB _qkv_gomp "${QKV_TORCH_DIR}/lib/libgomp*.so*")
-  if(_qkv_gomp)
+  if(_qkv_gomp AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     list(GET _qkv_gomp 0 _qkv_gomp)
     target_link_libraries(qkv::openmp INTERFACE "${_qkv_gomp}")
   else()

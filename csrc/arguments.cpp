@@ -4,10 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <sstream>
 
-#include "dtype_name.h"
+#include "checks.h"
 
 namespace qkv {
 
@@ -24,32 +23,9 @@ std::string text(const Shape& shape) {
   return out.str();
 }
 
-bool is_supported_float(at::ScalarType type) {
-  return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-}
-
-void check_ordinary_tensor(const char* op, const char* name, const Tensor& x) {
-  TORCH_CHECK_TYPE(x.defined(), op, ": ", name, " must be a tensor, but is undefined");
-  TORCH_CHECK_TYPE(!x.is_nested(), op, ": ", name, " must be a dense tensor, but is nested");
-  TORCH_CHECK_TYPE(x.layout() == at::kStrided, op, ": ", name,
-                   " must be a dense tensor, but has layout ", x.layout());
-  TORCH_CHECK_TYPE(!x.is_quantized(), op, ": ", name, " must not be quantized, but is ",
-                   dtype_name(x.scalar_type()));
-}
-
 void check_query_key_value(const char* op, const Arguments& a) {
   const auto check = [&](const char* name, const Tensor& x) {
-    check_ordinary_tensor(op, name, x);
-    TORCH_CHECK_TYPE(is_supported_float(x.scalar_type()), op, ": ", name,
-                     " must be float64, float32, bfloat16 or float16, but is ",
-                     dtype_name(x.scalar_type()));
-    TORCH_CHECK_TYPE(x.scalar_type() == a.query.scalar_type(), op,
-                     ": query, key and value must have one dtype, but query is ",
-                     dtype_name(a.query.scalar_type()), " and ", name, " is ",
-                     dtype_name(x.scalar_type()));
-    TORCH_CHECK_VALUE(x.device() == a.query.device(), op,
-                      ": all tensors must be on one device, but query is on ", a.query.device(),
-                      " and ", name, " on ", x.device());
+    check_like_query(op, name, x, a.query);
     TORCH_CHECK_VALUE(x.dim() >= 2, op, ": ", name,
                       " must have at least the dimensions (rows, width), but has shape ",
                       x.sym_sizes());
@@ -66,16 +42,7 @@ void check_query_key_value(const char* op, const Arguments& a) {
                     a.key.sym_size(-2), " and value N=", a.value->sym_size(-2));
 }
 
-void check_scalars(const char* op, const Arguments& a) {
-  TORCH_CHECK_VALUE(a.dropout_p >= 0.0 && a.dropout_p <= 1.0, op,
-                    ": dropout_p must be between 0 and 1, but is ", a.dropout_p);
-  const double largest_scale = a.query.scalar_type() == at::kDouble
-                                   ? std::numeric_limits<double>::max()
-                                   : std::numeric_limits<float>::max();
-  TORCH_CHECK_VALUE(!a.scale || std::abs(*a.scale) <= largest_scale, op,
-                    ": scale must be finite, but is ", a.scale.value_or(0.0));
-  TORCH_CHECK_VALUE(a.softcap >= 0.0 && std::isfinite(a.softcap), op,
-                    ": softcap must be positive, or 0 for none, but is ", a.softcap);
+void check_window(const char* op, const Arguments& a) {
   if (!a.window) return;
   TORCH_CHECK_VALUE(a.window->size() == 2, op,
                     ": window must be two numbers, (left, right), but has ", a.window->size());
@@ -97,61 +64,6 @@ Shape broadcast(const char* op, const char* what, const Shape& a, const Shape& b
     result[shift + d] = shorter[d];
   }
   return result;
-}
-
-/// A tensor that comes with query, key and value must broadcast to a shape known by now.
-void check_extra(const char* op, const char* name, const Tensor& x, const Tensor& query,
-                 const char* letters, const Shape& full) {
-  TORCH_CHECK_VALUE(x.device() == query.device(), op,
-                    ": all tensors must be on one device, but query is on ", query.device(),
-                    " and ", name, " on ", x.device());
-  bool fits = x.dim() <= static_cast<int64_t>(full.size());
-  for (int64_t d = 1; fits && d <= x.dim(); ++d) {
-    fits = x.sym_size(-d) == 1 || x.sym_size(-d) == full[full.size() - d];
-  }
-  TORCH_CHECK_VALUE(fits, op, ": ", name, " must broadcast to ", letters, " = ", text(full),
-                    ", but has shape ", x.sym_sizes());
-}
-
-void check_float_extra(const char* op, const char* name, const Tensor& x, const Tensor& query,
-                       const Shape& batch, const SymInt& heads) {
-  check_ordinary_tensor(op, name, x);
-  TORCH_CHECK_TYPE(x.scalar_type() == query.scalar_type() || x.scalar_type() == at::kFloat, op,
-                   ": ", name, " must have query's dtype, ", dtype_name(query.scalar_type()),
-                   ", or float32, but is ", dtype_name(x.scalar_type()));
-  Shape full = batch;
-  full.push_back(heads);
-  TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_size(-1) == heads, op, ": ", name,
-                    " must have one number for each of the Hq=", heads,
-                    " query heads, but has shape ", x.sym_sizes());
-  check_extra(op, name, x, query, "(batch.., Hq)", full);
-}
-
-void check_masks(const char* op, const Arguments& a, const Shape& batch, const SymInt& heads) {
-  const Tensor& query = a.query;
-  const SymInt keys = a.key.sym_size(-2);
-  if (a.attn_mask) {
-    const Tensor& mask = *a.attn_mask;
-    check_ordinary_tensor(op, "attn_mask", mask);
-    const auto type = mask.scalar_type();
-    TORCH_CHECK_TYPE(type == at::kBool || type == query.scalar_type() || type == at::kFloat, op,
-                     ": attn_mask must be bool (True = may attend), or float with query's dtype, ",
-                     dtype_name(query.scalar_type()), ", or float32, but is ", dtype_name(type));
-    Shape full = batch;
-    full.insert(full.end(), {heads, query.sym_size(-2), keys});
-    check_extra(op, "attn_mask", mask, query, "(batch.., Hq, M, N)", full);
-  }
-  if (a.key_mask) {
-    check_ordinary_tensor(op, "key_mask", *a.key_mask);
-    TORCH_CHECK_TYPE(a.key_mask->scalar_type() == at::kBool, op,
-                     ": key_mask must be bool (True = may be attended to), but is ",
-                     dtype_name(a.key_mask->scalar_type()));
-    Shape full = batch;
-    full.push_back(keys);
-    check_extra(op, "key_mask", *a.key_mask, query, "(batch.., N)", full);
-  }
-  if (a.alibi_slopes) check_float_extra(op, "alibi_slopes", *a.alibi_slopes, query, batch, heads);
-  if (a.sinks) check_float_extra(op, "sinks", *a.sinks, query, batch, heads);
 }
 
 SymInt heads_of(const Tensor& x) { return x.dim() >= 3 ? x.sym_size(-3) : SymInt(1); }
@@ -212,7 +124,8 @@ Call checked_call(const char* op, const Arguments& given_arguments) {
   Arguments a = given_arguments;
   for (OptionalTensor* x : {&a.attn_mask, &a.alibi_slopes, &a.sinks, &a.key_mask}) *x = given(*x);
   check_query_key_value(op, a);
-  check_scalars(op, a);
+  check_scalars(op, a.query, a.scale, a.softcap, a.dropout_p);
+  check_window(op, a);
   const auto [kv_heads, query_heads] = checked_heads(op, a);
   Shape batch =
       broadcast(op, "the batch dimensions of query and key", batch_of(a.query), batch_of(a.key));
@@ -220,7 +133,8 @@ Call checked_call(const char* op, const Arguments& given_arguments) {
     batch =
         broadcast(op, "the batch dimensions of query, key and value", batch, batch_of(*a.value));
   }
-  check_masks(op, a, batch, query_heads);
+  const ScoreShape scores{batch, query_heads, a.query.sym_size(-2), a.key.sym_size(-2)};
+  check_masks(op, a.query, scores, a.attn_mask, a.key_mask, a.alibi_slopes, a.sinks);
 
   Call call;
   call.operands.query = expanded(a.query, batch, query_heads);

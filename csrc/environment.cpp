@@ -18,10 +18,7 @@ bool is_set(const char* name) {
 
 }  // namespace
 
-bool strict() {
-  static const bool set = is_set("QKV_STRICT");
-  return set;
-}
+bool strict() { return is_set("QKV_STRICT"); }
 
 bool verbose() {
   static const bool set = is_set("QKV_VERBOSE");

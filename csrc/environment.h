@@ -2,7 +2,8 @@
 
 #include <string>
 
-// The three environment variables, read once.
+// The three environment variables, read once; but QKV_STRICT at every fallback, so that a test may
+// allow one.
 
 namespace qkv {
 

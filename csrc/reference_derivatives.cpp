@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "checks.h"
 #include "environment.h"
 #include "reference.h"
 
@@ -89,6 +90,9 @@ TensorTuple<2> attention_jvp(const Operands& x, const OptionalTensor& query_t,
                              const OptionalTensor& key_t, const OptionalTensor& value_t,
                              const OptionalTensor& attn_mask_t,
                              const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
+  check_operands("qkv::_attention_jvp", x);
+  check_tangents("qkv::_attention_jvp", x,
+                 {query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t});
   report_fallback("qkv::attention", "forward-mode derivatives have no fused kernel");
   const Recomputed r(x);
   const Tensor& p = r.softmax.weights;
@@ -114,6 +118,13 @@ TensorTuple<8> attention_backward_backward(
     const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
     const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
     std::array<bool, 8> needs) {
+  constexpr const char* kOp = "qkv::_attention_backward_backward";
+  check_operands(kOp, x);
+  check_grad_outputs(kOp, x, grad_out, grad_lse);
+  check_tangents(kOp, x,
+                 {grad_grad_query, grad_grad_key, grad_grad_value, grad_grad_attn_mask,
+                  grad_grad_alibi_slopes, grad_grad_sinks});
+  check_needs(kOp, x, {needs[2], needs[3], needs[4], needs[5], needs[6], needs[7]});
   report_fallback("qkv::attention", "second derivatives have no fused kernel");
   const Recomputed r(x);
   const Tensor& p = r.softmax.weights;

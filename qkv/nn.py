@@ -28,13 +28,22 @@ from torch.nn import Linear
 KVCache = torch.classes.qkv.KVCache
 
 
-def _key_mask(padding: Optional[Tensor]) -> Optional[Tensor]:
+def _key_mask(module: str, padding: Optional[Tensor]) -> Optional[Tensor]:
     """True = padding, as modules have it, to True = may be attended to, as the operator has it."""
     if padding is None:
         return None
     if padding.dtype != torch.bool:
-        raise TypeError("key_padding_mask must be bool (True = padding)")
+        # (TorchScript would print a number.)
+        found = "" if torch.jit.is_scripting() else f", but is {padding.dtype}"
+        raise TypeError(f"{module}: key_padding_mask must be bool (True = padding){found}")
     return padding.logical_not()
+
+
+def _check_rows(module: str, name: str, x: Tensor, letters: str, width: int) -> None:
+    if x.dim() < 2 or x.size(-1) != width:
+        raise ValueError(
+            f"{module}: {name} must be (.., rows, {letters}={width}), but has shape {list(x.shape)}"
+        )
 
 
 def _check_dropout(module: str, dropout: float) -> None:
@@ -97,7 +106,7 @@ class ScaledDotProductAttention(torch.nn.Module):
             self.dropout if self.training else 0.0,
             self.causal,
             scale=self.scale,
-            key_mask=_key_mask(key_padding_mask),
+            key_mask=_key_mask("qkv.nn.ScaledDotProductAttention", key_padding_mask),
         )
 
     @torch.jit.export
@@ -116,7 +125,7 @@ class ScaledDotProductAttention(torch.nn.Module):
             attn_mask,
             self.causal,
             scale=self.scale,
-            key_mask=_key_mask(key_padding_mask),
+            key_mask=_key_mask("qkv.nn.ScaledDotProductAttention", key_padding_mask),
         )
         return self.forward(query, key, value, attn_mask, key_padding_mask), weights
 
@@ -177,6 +186,7 @@ class SelfAttention(torch.nn.Module):
         Returns:
             (B.., T, d_v).
         """
+        key_mask = self._checked(input, key_padding_mask)
         return torch.ops.qkv.attention(
             self.w_q(input).unsqueeze(-3),
             self.w_k(input).unsqueeze(-3),
@@ -185,7 +195,7 @@ class SelfAttention(torch.nn.Module):
             self.dropout if self.training else 0.0,
             self.causal,
             scale=self.scale,
-            key_mask=_key_mask(key_padding_mask),
+            key_mask=key_mask,
         ).squeeze(-3)
 
     @torch.jit.export
@@ -196,15 +206,21 @@ class SelfAttention(torch.nn.Module):
         key_padding_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
         """The output and the weights (B.., T, T), before dropout."""
+        key_mask = self._checked(input, key_padding_mask)
         weights = torch.ops.qkv.attention_weights(
             self.w_q(input).unsqueeze(-3),
             self.w_k(input).unsqueeze(-3),
             self._mask_of_head(attn_mask),
             self.causal,
             scale=self.scale,
-            key_mask=_key_mask(key_padding_mask),
+            key_mask=key_mask,
         ).squeeze(-3)
         return self.forward(input, attn_mask, key_padding_mask), weights
+
+    def _checked(self, input: Tensor, key_padding_mask: Optional[Tensor]) -> Optional[Tensor]:
+        """The operator's key_mask; before any work, as all checks are."""
+        _check_rows("qkv.nn.SelfAttention", "input", input, "d_in", self.w_q.in_features)
+        return _key_mask("qkv.nn.SelfAttention", key_padding_mask)
 
     def _mask_of_head(self, attn_mask: Optional[Tensor]) -> Optional[Tensor]:
         """The operator has heads in dimension -3; this puts the one head there."""
@@ -282,6 +298,11 @@ class MultiheadAttention(torch.nn.Module):
         _check_dropout(name, dropout)
         if window is not None and len(window) != 2:
             raise ValueError(f"{name}: window must be (left, right), but is {window}")
+        if window is not None and min(window) < -1:
+            raise ValueError(
+                f"{name}: window must be (left, right) with both >= 0, or -1 for unbounded, "
+                f"but is {window}"
+            )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -375,8 +396,9 @@ class MultiheadAttention(torch.nn.Module):
         Returns:
             (B.., M, embed_dim).
         """
+        key_mask = _key_mask("qkv.nn.MultiheadAttention", key_padding_mask)
         q, k, v, query_offset = self._project(query, key, value, cache)
-        out = self._attend(q, k, v, attn_mask, key_padding_mask, query_offset)
+        out = self._attend(q, k, v, attn_mask, key_mask, query_offset)
         if cache is not None:  # only now: nothing is cached if the call fails
             cache.advance(k.size(-2) - cache.length())
         return out
@@ -394,6 +416,7 @@ class MultiheadAttention(torch.nn.Module):
     ) -> Tuple[Tensor, Tensor]:
         """The output and the weights, before dropout: (B.., num_heads, M, N), or their mean over
         the heads (B.., M, N) with ``average_weights``."""
+        key_mask = _key_mask("qkv.nn.MultiheadAttention", key_padding_mask)
         q, k, v, query_offset = self._project(query, key, value, cache)
         weights = torch.ops.qkv.attention_weights(
             q,
@@ -403,11 +426,11 @@ class MultiheadAttention(torch.nn.Module):
             enable_gqa=True,
             window=self.window,
             query_offset=query_offset,
-            key_mask=_key_mask(key_padding_mask),
+            key_mask=key_mask,
         )
         if average_weights:
             weights = weights.mean(-3)
-        out = self._attend(q, k, v, attn_mask, key_padding_mask, query_offset)
+        out = self._attend(q, k, v, attn_mask, key_mask, query_offset)
         if cache is not None:
             cache.advance(k.size(-2) - cache.length())
         return out, weights
@@ -427,6 +450,10 @@ class MultiheadAttention(torch.nn.Module):
             key = query
         if value is None:
             value = key
+        name = "qkv.nn.MultiheadAttention"
+        _check_rows(name, "query", query, "embed_dim", self.w_q.in_features)
+        _check_rows(name, "key", key, "kdim", self.w_k.in_features)
+        _check_rows(name, "value", value, "vdim", self.w_v.in_features)
         q = self._split_heads(self.w_q(query), self.num_heads)
         k = self._split_heads(self.w_k(key), self.num_kv_heads)
         v = self._split_heads(self.w_v(value), self.num_kv_heads)
@@ -442,7 +469,7 @@ class MultiheadAttention(torch.nn.Module):
         k: Tensor,
         v: Tensor,
         attn_mask: Optional[Tensor],
-        key_padding_mask: Optional[Tensor],
+        key_mask: Optional[Tensor],
         query_offset: Optional[int],
     ) -> Tensor:
         out = torch.ops.qkv.attention(
@@ -455,7 +482,7 @@ class MultiheadAttention(torch.nn.Module):
             enable_gqa=True,
             window=self.window,
             query_offset=query_offset,
-            key_mask=_key_mask(key_padding_mask),
+            key_mask=key_mask,
         )
         return self.w_o(out.transpose(-3, -2).flatten(-2))
 

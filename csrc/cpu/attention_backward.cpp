@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "checks.h"
 #include "cpu/kernels.h"
 #include "cpu/problem.h"
 #include "cpu/units.h"
@@ -115,6 +116,12 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
                                   const OptionalTensor& grad_lse, const Tensor& out,
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
+  constexpr const char* kOp = "qkv::_attention_backward";
+  check_operands(kOp, operands);
+  check_needs(kOp, operands, needs);
+  check_grad_outputs(kOp, operands, grad_out, grad_lse);
+  check_forward_results(kOp, operands, out, lse, out_rest, lse_rest);
+  check_batch_dimensions(operands);
   const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
   if (nothing_attends && !(needs[5] && lse.numel() > 0)) {

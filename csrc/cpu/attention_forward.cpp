@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "checks.h"
 #include "cpu/kernels.h"
 #include "cpu/problem.h"
 #include "cpu/units.h"
@@ -69,6 +70,8 @@ void run(const Operands& operands, const Tensor& out, const Tensor& lse, const T
 }
 
 TensorTuple<4> attention_forward(const Operands& x) {
+  check_operands("qkv::_attention_forward", x);
+  check_batch_dimensions(x);
   const auto [out, lse, out_rest, lse_rest] = empty_forward_results(x);
   if (lse.numel() == 0) return {out, lse, out_rest, lse_rest};
   const auto real = lse.scalar_type();

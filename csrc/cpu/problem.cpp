@@ -129,4 +129,18 @@ void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& 
 template void describe(kernels::Problem<float>&, const Operands&, BatchDimensions&);
 template void describe(kernels::Problem<double>&, const Operands&, BatchDimensions&);
 
+void check_batch_dimensions(const Operands& x) {
+  if (x.query.dim() - 3 <= kernels::kMaxBatchRank) return;
+  BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
+  if (x.query.scalar_type() == at::kDouble) {
+    kernels::Problem<double> problem;
+    describe(problem, x, batch);
+    batch.complete(problem);
+  } else {
+    kernels::Problem<float> problem;
+    describe(problem, x, batch);
+    batch.complete(problem);
+  }
+}
+
 }  // namespace qkv::cpu

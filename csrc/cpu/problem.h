@@ -131,4 +131,8 @@ kernels::Problem<T> sizes_of(const Operands& x) {
 template <class T>
 void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& batch);
 
+/// Raises an error if the operands have more batch dimensions than kernels handle; before anything
+/// is allocated.
+void check_batch_dimensions(const Operands& x);
+
 }  // namespace qkv::cpu

@@ -2,13 +2,17 @@
 
 #include <torch/library.h>
 
+#include "checks.h"
 #include "layout.h"
 
 namespace qkv {
 
 namespace {
 
-TensorTuple<4> attention_forward(const Operands& x) { return empty_forward_results(x); }
+TensorTuple<4> attention_forward(const Operands& x) {
+  check_operands("qkv::_attention_forward", x);
+  return empty_forward_results(x);
+}
 
 TORCH_LIBRARY_IMPL(qkv, Meta, m) { m.impl("_attention_forward", flat<&attention_forward>); }
 

@@ -22,6 +22,12 @@ inline std::optional<at::Tensor> key_mask_of(const char* module, const at::Tenso
   return padding.logical_not();
 }
 
+inline void check_rows(const char* module, const char* name, const at::Tensor& x,
+                       const char* letters, int64_t width) {
+  TORCH_CHECK_VALUE(x.dim() >= 2 && x.size(-1) == width, module, ": ", name,
+                    " must be (.., rows, ", letters, "=", width, "), but has shape ", x.sizes());
+}
+
 inline void check_dropout(const char* module, double dropout) {
   TORCH_CHECK_VALUE(dropout >= 0.0 && dropout <= 1.0, module,
                     ": dropout must be between 0 and 1, but is ", dropout);

@@ -53,6 +53,12 @@ void MultiheadAttentionImpl::reset() {
   check_positive(kName, "kdim", kdim);
   check_positive(kName, "vdim", vdim);
   check_dropout(kName, options.dropout());
+  if (options.window()) {
+    const auto [left, right] = *options.window();
+    TORCH_CHECK_VALUE(left >= -1 && right >= -1, kName,
+                      ": window must be (left, right) with both >= 0, or -1 for unbounded, but is (",
+                      left, ", ", right, ")");
+  }
 
   const auto linear = [&](const char* name, int64_t from, int64_t to) {
     return register_module(
@@ -106,22 +112,18 @@ MultiheadAttentionImpl::Projected MultiheadAttentionImpl::project(
     const c10::intrusive_ptr<KVCache>& cache) {
   const at::Tensor& keys = key.defined() ? key : query;
   const at::Tensor& values = value.defined() ? value : keys;
-  const auto check = [](const char* name, const at::Tensor& x, const char* letters, int64_t width) {
-    TORCH_CHECK_VALUE(x.dim() >= 2 && x.size(-1) == width, kName, ": ", name,
-                      " must be (.., rows, ", letters, "=", width, "), but has shape ", x.sizes());
-  };
-  check("query", query, "embed_dim", w_q->options.in_features());
-  check("key", keys, "kdim", w_k->options.in_features());
-  check("value", values, "vdim", w_v->options.in_features());
+  check_rows(kName, "query", query, "embed_dim", w_q->options.in_features());
+  check_rows(kName, "key", keys, "kdim", w_k->options.in_features());
+  check_rows(kName, "value", values, "vdim", w_v->options.in_features());
 
   Projected p;
-  p.query = split_heads(w_q(query), options.num_heads());
-  p.key = split_heads(w_k(keys), num_kv_heads_of(options));
-  p.value = split_heads(w_v(values), num_kv_heads_of(options));
   p.options.attn_mask(given(attn_mask))
       .key_mask(key_mask_of(kName, key_padding_mask))
       .is_causal(options.causal())
       .enable_gqa(true);
+  p.query = split_heads(w_q(query), options.num_heads());
+  p.key = split_heads(w_k(keys), num_kv_heads_of(options));
+  p.value = split_heads(w_v(values), num_kv_heads_of(options));
   if (options.window()) p.options.window(options.window()->first, options.window()->second);
   if (cache) {
     p.options.query_offset(cache->length());

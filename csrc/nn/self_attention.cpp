@@ -54,9 +54,11 @@ void SelfAttentionImpl::pretty_print(std::ostream& stream) const {
 
 at::Tensor SelfAttentionImpl::forward(const at::Tensor& input, const at::Tensor& attn_mask,
                                       const at::Tensor& key_padding_mask) {
+  check_rows(kName, "input", input, "d_in", options.d_in());
+  const AttentionOptions with_dropout = attention_options(*this, attn_mask, key_padding_mask)
+                                            .dropout_p(is_training() ? options.dropout() : 0.0);
   return attention(with_head(w_q(input)), with_head(w_k(input)), with_head(w_v(input)),
-                   attention_options(*this, attn_mask, key_padding_mask)
-                       .dropout_p(is_training() ? options.dropout() : 0.0))
+                   with_dropout)
       .squeeze(-3);
 }
 

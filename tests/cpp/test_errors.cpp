@@ -62,6 +62,12 @@ TEST(Errors, Modules) {
       "num_kv_heads must divide num_heads, but num_heads=4 and "
       "num_kv_heads=3",
       [] { MultiheadAttention(MultiheadAttentionOptions(8, 4).num_kv_heads(3)); });
+  expect_error<c10::ValueError>(
+      "qkv::nn::MultiheadAttention: window must be (left, right) with both >= 0, or -1 for "
+      "unbounded, but is (-2, 0)",
+      [] { MultiheadAttention(MultiheadAttentionOptions(8, 4).window(-2, 0)); });
+  expect_error<c10::ValueError>("input must be (.., rows, d_in=8), but has shape [2, 3, 5, 4]",
+                                [] { SelfAttention(8, 4)->forward(kX); });
   expect_error<c10::ValueError>("qkv::nn::SelfAttention: d_in must be positive, but is 0",
                                 [] { SelfAttention(0, 4); });
   expect_error<c10::ValueError>("query must be (.., rows, embed_dim=8), but has shape [2, 3, 5, 4]",

@@ -106,7 +106,12 @@ def make(entry: dict, dtype: torch.dtype = torch.float64, seed: int = 0) -> Samp
         if name in d:
             kwargs[name] = torch.rand(d[name]["shape"], generator=g, dtype=torch.float64)
     sample = Sample(entry["name"], query, key, value, kwargs)
-    return sample if dtype == torch.float64 else sample.to(dtype)
+    if dtype != torch.float64:
+        sample = sample.to(dtype)
+    if d.get("float32_extras"):  # what comes with query, key and value may be of either dtype
+        floats = {n: x for n, x in kwargs.items() if n in sample.differentiable}
+        sample = sample.replaced({n: x.float() for n, x in floats.items()})
+    return sample
 
 
 def _mask(spec: dict, g: torch.Generator) -> Tensor:

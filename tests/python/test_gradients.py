@@ -1,8 +1,13 @@
-"""Derivatives of every kind in float64, numerically checked, for every small sample."""
+"""Derivatives of every kind in float64, numerically checked, for every small sample and for random
+ones: always the same few, or QKV_GRADCHECKS=200 others each time."""
+
+import os
 
 import pytest
 import samples
 import torch
+from hypothesis import HealthCheck, given, settings
+from random_samples import small_entries
 
 import qkv
 
@@ -19,6 +24,8 @@ def differentiable_call(sample):
     return call, tuple(sample.requires_grad().differentiable.values())
 
 
+pytestmark = pytest.mark.unfused  # forward mode and higher orders
+
 small = samples.parametrize(large=False, empty=False)
 
 
@@ -32,6 +39,29 @@ def test_first_order(entry):
 def test_second_order(entry):
     call, inputs = differentiable_call(samples.make(entry))
     assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True)
+
+
+def test_random_samples():
+    """Every option with every other, first and second order, in reverse and forward mode."""
+    checked = 0
+
+    @settings(
+        max_examples=int(os.environ.get("QKV_GRADCHECKS", 25)),
+        deadline=None,
+        derandomize="QKV_GRADCHECKS" not in os.environ,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(small_entries())
+    def check(entry):
+        nonlocal checked
+        call, inputs = differentiable_call(samples.make(entry))
+        assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True)
+        checked += 1
+
+    check()
+    print(f"{checked} samples checked")
 
 
 @samples.parametrize(large=False, empty=False, dropout_p=False)

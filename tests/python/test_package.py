@@ -114,7 +114,7 @@ for _ in range(3):
     torch.func.jvp(attend, (q,), (q,))
     torch.func.grad(lambda q: torch.func.grad(attend)(q).sum())(q)
 """
-    done = python(program)
+    done = python(program, QKV_STRICT="0")
     assert done.returncode == 0
     assert done.stderr.count("running unfused") == 2
     assert "because forward-mode derivatives have no fused kernel" in done.stderr
