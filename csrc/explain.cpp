@@ -33,7 +33,8 @@ std::string description(const char* op, const Call& call) {
   std::ostringstream out;
   out << op << '\n';
   out << "  forward, backward  " << kernel_name(call) << '\n';
-  out << "  further orders     "
+  out << "  second order, jvp  " << kernel_name(call) << '\n';
+  out << "  third order        "
       << (call.unfused_reason.empty() ? "unfused reference formulas" : "unfused reference") << '\n';
   out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)
       << " Hq=" << x.query.sym_size(-3) << " Hkv=" << x.key.sym_size(-3)

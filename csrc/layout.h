@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -43,17 +44,27 @@ inline bool has_16_bits(const Tensor& x) {
   return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
 }
 
-/// output as query lies in memory, (batch.., Hq, M, Dv); logsumexp (batch.., Hq, M); their rests.
-inline TensorTuple<4> empty_forward_results(const Operands& x) {
+/// (batch.., Hq, M, Dv), as query lies in memory.
+inline Tensor empty_output(const Operands& x) {
   auto sizes = x.query.sym_sizes().vec();
   sizes.back() = x.value.sym_size(-1);
-  const Tensor out = empty_dense_like(x.query, sizes);
-  if (!has_16_bits(out)) sizes.back() = 0;
-  const Tensor out_rest = empty_dense_like(x.query, sizes);
+  return empty_dense_like(x.query, sizes);
+}
+
+/// (batch.., Hq, M) of the numbers that sums are taken in.
+inline Tensor empty_logsumexp(const Operands& x) {
+  auto sizes = x.query.sym_sizes().vec();
   sizes.pop_back();
   const auto real = x.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const auto scalar = [&] { return at::empty_symint(sizes, x.query.options().dtype(real)); };
-  return {out, scalar(), out_rest, scalar()};
+  return at::empty_symint(sizes, x.query.options().dtype(real));
+}
+
+/// output, logsumexp and their rests.
+inline TensorTuple<4> empty_forward_results(const Operands& x) {
+  const Tensor out = empty_output(x);
+  auto sizes = out.sym_sizes().vec();
+  if (!has_16_bits(out)) sizes.back() = 0;
+  return {out, empty_logsumexp(x), empty_dense_like(x.query, sizes), empty_logsumexp(x)};
 }
 
 /// Each gradient as its input lies in memory; an empty tensor for one that is not needed.
@@ -64,6 +75,20 @@ inline Gradients empty_gradients(const Operands& x, Needs needs) {
     gradients[i] = needs[i] ? empty_dense_like(*inputs[i], inputs[i]->sym_sizes())
                             : at::empty({0}, x.query.options());
   }
+  return gradients;
+}
+
+/// Those of grad_output and grad_logsumexp first, then those of the operands.
+inline std::array<Tensor, 8> empty_gradients_of_second(const Operands& x, const Tensor& grad_out,
+                                                       NeedsOfSecond needs) {
+  Needs of_operands;
+  std::copy(needs.begin() + 2, needs.end(), of_operands.begin());
+  const auto none = [&] { return at::empty({0}, x.query.options()); };
+  std::array<Tensor, 8> gradients = {
+      needs[0] ? empty_dense_like(grad_out, grad_out.sym_sizes()) : none(),
+      needs[1] ? empty_logsumexp(x) : none()};
+  const Gradients grads = empty_gradients(x, of_operands);
+  std::copy(grads.begin(), grads.end(), gradients.begin() + 2);
   return gradients;
 }
 

@@ -143,19 +143,22 @@ using Backward = TensorTuple<6>(const Operands&, const Tensor& grad_out,
                                 Needs needs);
 
 /// Tangents of output and logsumexp. A tangent that is not given is zero and costs nothing.
-using Jvp = TensorTuple<2>(const Operands&, const OptionalTensor& query_t,
-                           const OptionalTensor& key_t, const OptionalTensor& value_t,
-                           const OptionalTensor& attn_mask_t, const OptionalTensor& alibi_slopes_t,
-                           const OptionalTensor& sinks_t);
+using Jvp = TensorTuple<2>(const Operands&, const Tensor& out, const Tensor& lse,
+                           const Tensor& out_rest, const Tensor& lse_rest,
+                           const OptionalTensor& query_t, const OptionalTensor& key_t,
+                           const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
+                           const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t);
 
 /// Gradients of <grad_query, grad_grad_query> + .. + <grad_sinks, grad_grad_sinks> with respect to
 /// grad_out, grad_lse and the differentiable operands.
-using BackwardBackward =
-    TensorTuple<8>(const Operands&, const Tensor& grad_out, const OptionalTensor& grad_lse,
-                   const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
-                   const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
-                   const OptionalTensor& grad_grad_alibi_slopes,
-                   const OptionalTensor& grad_grad_sinks, std::array<bool, 8> needs);
+using NeedsOfSecond = std::array<bool, Operands::kDifferentiable + 2>;
+using BackwardBackward = TensorTuple<8>(
+    const Operands&, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
+    const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
+    const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
+    const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
+    const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
+    NeedsOfSecond needs);
 
 const InternalOp<Forward>& attention_forward_op();
 const InternalOp<Backward>& attention_backward_op();

@@ -43,4 +43,12 @@ Tensor dropout_factors(const Operands& x);
 /// output and logsumexp
 TensorTuple<2> attention(const Operands& x);
 
+/// Tangents of output and logsumexp.
+TensorTuple<2> attention_jvp(const Operands& x, const Tangents& tangents);
+
+/// The double backward; as attention_jvp in reference_derivatives.cpp.
+TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad_out,
+                                           const OptionalTensor& grad_lse,
+                                           const Tangents& cotangents, NeedsOfSecond needs);
+
 }  // namespace qkv::reference

@@ -1,5 +1,6 @@
 // Forward mode and second order by formulas in ATen operations (derived in docs/derivations.md).
-// They hold the M x N matrices of the reference and are differentiable in turn.
+// They hold the M x N matrices of the reference and are differentiable in turn: what third
+// derivatives are made of, and what the kernels are tested against.
 //
 //     U = scale · Q Kᵀ             S = softcap(U) + mask - slope · distance
 //     P = softmax of the kept S    W = weight of the sink     R = what dropout multiplies P with
@@ -7,13 +8,10 @@
 //     dU = softcap'(U) ∘ dS
 
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
-#include "checks.h"
-#include "environment.h"
 #include "reference.h"
 
-namespace qkv {
+namespace qkv::reference {
 
 namespace {
 
@@ -86,14 +84,10 @@ void add(Tensor& sum, const Tensor& x) { sum = sum.defined() ? sum + x : x; }
 
 Tensor row_sum(const Tensor& pairs) { return pairs.sum(-1, true); }
 
-TensorTuple<2> attention_jvp(const Operands& x, const OptionalTensor& query_t,
-                             const OptionalTensor& key_t, const OptionalTensor& value_t,
-                             const OptionalTensor& attn_mask_t,
-                             const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
-  check_operands("qkv::_attention_jvp", x);
-  check_tangents("qkv::_attention_jvp", x,
-                 {query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t});
-  report_fallback("qkv::attention", "forward-mode derivatives have no fused kernel");
+}  // namespace
+
+TensorTuple<2> attention_jvp(const Operands& x, const Tangents& tangents) {
+  const auto& [query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t] = tangents;
   const Recomputed r(x);
   const Tensor& p = r.softmax.weights;
   Tensor scores_t = at::zeros_like(p);
@@ -112,20 +106,11 @@ TensorTuple<2> attention_jvp(const Operands& x, const OptionalTensor& query_t,
   return {out_t.to(x.query.scalar_type()), lse_t.squeeze(-1)};
 }
 
-TensorTuple<8> attention_backward_backward(
-    const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
-    const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
-    const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
-    const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
-    std::array<bool, 8> needs) {
-  constexpr const char* kOp = "qkv::_attention_backward_backward";
-  check_operands(kOp, x);
-  check_grad_outputs(kOp, x, grad_out, grad_lse);
-  check_tangents(kOp, x,
-                 {grad_grad_query, grad_grad_key, grad_grad_value, grad_grad_attn_mask,
-                  grad_grad_alibi_slopes, grad_grad_sinks});
-  check_needs(kOp, x, {needs[2], needs[3], needs[4], needs[5], needs[6], needs[7]});
-  report_fallback("qkv::attention", "second derivatives have no fused kernel");
+TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad_out,
+                                           const OptionalTensor& grad_lse,
+                                           const Tangents& cotangents, NeedsOfSecond needs) {
+  const auto& [grad_grad_query, grad_grad_key, grad_grad_value, grad_grad_attn_mask,
+               grad_grad_alibi_slopes, grad_grad_sinks] = cotangents;
   const Recomputed r(x);
   const Tensor& p = r.softmax.weights;
 
@@ -212,16 +197,4 @@ TensorTuple<8> attention_backward_backward(
   return std::tuple_cat(grads);
 }
 
-TORCH_LIBRARY_IMPL(qkv, CompositeImplicitAutograd, m) {
-  m.impl("_attention_jvp", flat<&attention_jvp>);
-  m.impl("_attention_backward_backward", flat<&attention_backward_backward>);
-}
-
-TORCH_LIBRARY_IMPL(qkv, FuncTorchBatchedDecomposition, m) {
-  m.impl("_attention_jvp", flat<&attention_jvp>);
-  m.impl("_attention_backward_backward", flat<&attention_backward_backward>);
-}
-
-}  // namespace
-
-}  // namespace qkv
+}  // namespace qkv::reference

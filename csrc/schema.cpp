@@ -54,16 +54,20 @@ TORCH_LIBRARY(qkv, m) {
   define("_attention_forward", ") -> (Tensor output, Tensor logsumexp, Tensor output_rest, "
         "Tensor logsumexp_rest)");
 
-  define("_attention_backward", ", Tensor grad_output, Tensor? grad_logsumexp, "
-        "Tensor output, Tensor logsumexp, Tensor output_rest, Tensor logsumexp_rest, bool[6] needs) -> (Tensor grad_query, Tensor grad_key, "
-        "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
+  // What _attention_forward gave: a function of the operands, not a variable.
+  const std::string results =
+      ", Tensor output, Tensor logsumexp, Tensor output_rest, Tensor logsumexp_rest";
 
-  define("_attention_jvp", ", Tensor? query_t, Tensor? key_t, Tensor? value_t, "
+  define("_attention_backward", ", Tensor grad_output, Tensor? grad_logsumexp" + results +
+        ", bool[6] needs) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+        "Tensor grad_attn_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
+
+  define("_attention_jvp", results + ", Tensor? query_t, Tensor? key_t, Tensor? value_t, "
         "Tensor? attn_mask_t, Tensor? alibi_slopes_t, Tensor? sinks_t) "
         "-> (Tensor output_t, Tensor logsumexp_t)");
 
-  define("_attention_backward_backward", ", Tensor grad_output, "
-        "Tensor? grad_logsumexp, Tensor? grad_grad_query, Tensor? grad_grad_key, "
+  define("_attention_backward_backward", ", Tensor grad_output, Tensor? grad_logsumexp" + results +
+        ", Tensor? grad_grad_query, Tensor? grad_grad_key, "
         "Tensor? grad_grad_value, Tensor? grad_grad_attn_mask, Tensor? grad_grad_alibi_slopes, "
         "Tensor? grad_grad_sinks, bool[8] needs) -> (Tensor grad_grad_output, "
         "Tensor grad_grad_logsumexp, Tensor grad_query, Tensor grad_key, Tensor grad_value, "

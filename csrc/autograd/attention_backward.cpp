@@ -25,13 +25,12 @@ struct QkvAttentionBackwardBackward : OperandsNode<QkvAttentionBackwardBackward>
   static variable_list gradients(const variable_list& grads, const Operands& x,
                                  const std::vector<Tensor>& others,
                                  const std::vector<bool>& needs) {
-    std::array<bool, kGradients> needed;
-    std::copy(needs.begin(), needs.end(), needed.begin());
-    return only_needed(as_array(attention_backward_backward_op()(
-                           x, others[0], optional(others[1]), optional(grads[0]),
-                           optional(grads[1]), optional(grads[2]), optional(grads[3]),
-                           optional(grads[4]), optional(grads[5]), needed)),
-                       needs);
+    return only_needed(
+        as_array(attention_backward_backward_op()(
+            x, others[0], optional(others[1]), others[2], others[3], others[4], others[5],
+            optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]),
+            optional(grads[4]), optional(grads[5]), needs_of<kGradients>(needs))),
+        needs);
   }
 };
 
@@ -46,7 +45,8 @@ Tangents gradient_tangents(const Operands& x, const Tensor& grad_out,
   const Tangents t = tangents(x);
   if (any(t)) {
     const auto moved = as_array(attention_backward_backward_op()(
-        primal(x), primal(grad_out), primal(grad_lse), t[0], t[1], t[2], t[3], t[4], t[5],
+        primal(x), primal(grad_out), primal(grad_lse), primal(out), primal(lse), primal(out_rest),
+        primal(lse_rest), t[0], t[1], t[2], t[3], t[4], t[5],
         {false, false, needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]}));
     for (size_t i = 0; i < needs.size(); ++i) add(i, moved[i + 2]);
   }
@@ -75,6 +75,7 @@ TensorTuple<6> attention_backward(c10::DispatchKeySet keys, const Operands& x,
     node->save_operands(x);
     node->save(grad_out, /*is_output=*/false);
     node->save(grad_lse, /*is_output=*/false);
+    for (const Tensor& result : {out, lse, out_rest, lse_rest}) node->save_constant(result);
   }
   Gradients grads;
   {
@@ -87,7 +88,7 @@ TensorTuple<6> attention_backward(c10::DispatchKeySet keys, const Operands& x,
   const Tangents moved =
       gradient_tangents(x, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
   for (size_t i = 0; i < grads.size(); ++i) {
-    if (moved[i]) grads[i]._set_fw_grad(*moved[i], /*level=*/0, /*is_inplace_op=*/false);
+    set_tangent(grads[i], moved[i]);
   }
   return std::tuple_cat(grads);
 }

@@ -53,6 +53,8 @@ class OperandsNode : public Node {
     band_ = x.band;
   }
   void save(const OptionalTensor& x, bool is_output) { saved_.emplace_back(x, is_output); }
+  /// x without its history and tangent: to have them might close a circle that is never freed.
+  void save_constant(const Tensor& x) { save(x.detach(), /*is_output=*/false); }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -172,8 +174,24 @@ inline Tangents tangents(const Operands& x) {
   return result;
 }
 
+/// Those of n operands from `first` on, as an operator's bool[n].
+template <size_t n>
+std::array<bool, n> needs_of(const std::vector<bool>& needs, size_t first = 0) {
+  std::array<bool, n> result;
+  std::copy_n(needs.begin() + static_cast<int64_t>(first), n, result.begin());
+  return result;
+}
+
 inline bool any(const Tangents& x) {
   return std::any_of(x.begin(), x.end(), [](const OptionalTensor& t) { return t.has_value(); });
+}
+
+inline bool any_tangent(const variable_list& x) {
+  return std::any_of(x.begin(), x.end(), [](const Tensor& t) { return tangent(t).has_value(); });
+}
+
+inline void set_tangent(const Tensor& x, const OptionalTensor& t) {
+  if (t) x._set_fw_grad(*t, /*level=*/0, /*is_inplace_op=*/false);
 }
 
 /// The differentiable operands as autograd's functions take them.

@@ -126,8 +126,24 @@ void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& 
   }
 }
 
+template <class T>
+void describe(kernels::Directions<T>& directions, const Tangents& tangents,
+              BatchDimensions& batch) {
+  if (tangents[0]) describe(directions.query, *tangents[0], batch);
+  if (tangents[1]) describe(directions.key, *tangents[1], batch);
+  if (tangents[2]) describe(directions.value, *tangents[2], batch);
+  if (tangents[3]) {
+    describe(directions.attn_mask, *tangents[3], batch);
+    directions.attn_mask.column_stride = broadcast_stride(*tangents[3], 1);
+  }
+  describe(directions.alibi_slopes, tangents[4], batch);
+  describe(directions.sinks, tangents[5], batch);
+}
+
 template void describe(kernels::Problem<float>&, const Operands&, BatchDimensions&);
 template void describe(kernels::Problem<double>&, const Operands&, BatchDimensions&);
+template void describe(kernels::Directions<float>&, const Tangents&, BatchDimensions&);
+template void describe(kernels::Directions<double>&, const Tangents&, BatchDimensions&);
 
 void check_batch_dimensions(const Operands& x) {
   if (x.query.dim() - 3 <= kernels::kMaxBatchRank) return;

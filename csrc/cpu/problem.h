@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/params.h"
+#include "layout.h"
 #include "operands.h"
 
 // From tensors to what the kernels are told about them.
@@ -49,6 +50,23 @@ inline Operands readable(Operands x, at::ScalarType real,
   if (x.alibi_slopes) x.alibi_slopes = x.alibi_slopes->to(real);
   if (x.sinks) x.sinks = x.sinks->to(real);
   return x;
+}
+
+/// An output with what rounding took from it.
+inline Tensor exact_output(const Tensor& out, const Tensor& out_rest, at::ScalarType real) {
+  const Tensor x = readable(out, real);
+  return has_16_bits(out) ? with_unit_columns(x.add(out_rest)) : x;
+}
+
+/// Tangents as the kernels read them.
+inline Tangents readable(Tangents tangents, at::ScalarType real) {
+  for (size_t i = 0; i < 3; ++i) {  // query, key, value
+    if (tangents[i]) tangents[i] = readable(*tangents[i], real);
+  }
+  for (size_t i = 3; i < tangents.size(); ++i) {
+    if (tangents[i]) tangents[i] = converted(*tangents[i], real);
+  }
+  return tangents;
 }
 
 /// Where kernels write what goes to `result`: itself, if it has the kernels' dtype.
@@ -134,5 +152,8 @@ void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& 
 /// Raises an error if the operands have more batch dimensions than kernels handle; before anything
 /// is allocated.
 void check_batch_dimensions(const Operands& x);
+
+template <class T>
+void describe(kernels::Directions<T>& directions, const Tangents& tangents, BatchDimensions& batch);
 
 }  // namespace qkv::cpu

@@ -141,4 +141,44 @@ struct HeadGradientParams {
   double* grad_sinks;   // or nullptr
 };
 
+/// Directions in which the operands move: tangents, or cotangents of their gradients. One that
+/// stays has data == nullptr.
+template <class T>
+struct Directions {
+  Operand<const T> query;
+  Operand<const T> key;
+  Operand<const T> value;
+  Operand<const T> attn_mask;  // stride 0 wherever it is broadcast, in columns too
+  HeadNumbers<T> alibi_slopes;
+  HeadNumbers<T> sinks;
+};
+
+/// The derivative of the forward along the directions.
+template <class T>
+struct JvpParams {
+  Problem<T> problem;
+  Directions<T> directions;
+  Operand<const T> out;
+  const T* lse;       // (B, Hq, M), dense
+  const T* lse_rest;  // as lse
+  Operand<T> out_t;
+  T* lse_t;  // as lse
+};
+
+/// The derivative of the backward along the directions, which is also the double backward: it goes
+/// where the backward's own results would.
+template <class T>
+struct BackwardBackwardParams {
+  BackwardParams<T> backward;
+  Directions<T> directions;
+  Operand<const T> out_t;  // from JvpParams, with the same directions
+  const T* lse_t;
+};
+
+template <class T>
+struct MaskGradientTangentParams {
+  BackwardBackwardParams<T> second;
+  Operand<T> grad_mask;
+};
+
 }  // namespace qkv::kernels

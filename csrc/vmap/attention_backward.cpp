@@ -21,11 +21,7 @@ TensorTuple<6> attention_backward(const Operands& x, const Tensor& grad_out,
                               level.in_front(out_rest), level.in_front(lse_rest), needs));
   const auto inputs = x.tensors();
   for (size_t i = 0; i < grads.size(); ++i) {
-    if (!needs[i]) continue;
-    // What is of lower rank than the batch was given dimensions of size 1 to stand in front of.
-    auto sizes = inputs[i]->sym_sizes().vec();
-    sizes.insert(sizes.begin(), grads[i].sym_size(0));
-    grads[i] = level.wrap(grads[i].sym_sizes() == sizes ? grads[i] : grads[i].view_symint(sizes));
+    if (needs[i]) grads[i] = level.wrap_gradient(grads[i], *inputs[i]);
   }
   return std::tuple_cat(grads);
 }

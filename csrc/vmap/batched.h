@@ -61,7 +61,7 @@ class Level {
   /// The operands with one more batch dimension. Each sample has gradients of its own, also of a
   /// mask (or slopes, or sinks) that all samples share: those that `needs` names are mapped.
   Operands unwrap(const Operands& x, Needs needs = {}) const {
-    const int64_t rank = split(x.query).first.dim() - (maps(x.query) ? 1 : 0);
+    const int64_t rank = rank_of(x);
     return x.with({in_front(x.query), in_front(x.key), in_front(x.value),
                    in_front_of(rank, x.attn_mask, needs[3]),
                    in_front_of(rank - 2, x.alibi_slopes, needs[4]),
@@ -69,9 +69,32 @@ class Level {
                    in_front(x.dropout_seed)});
   }
 
+  /// Tangents of those operands; they need not be mapped where their operand is.
+  Tangents unwrap(const Operands& x, const Tangents& t) const {
+    const int64_t rank = rank_of(x);
+    return {in_front(t[0]),
+            in_front(t[1]),
+            in_front(t[2]),
+            in_front_of(rank, t[3]),
+            in_front_of(rank - 2, t[4]),
+            in_front_of(rank - 2, t[5])};
+  }
+
+  /// The gradient of `input` on the level again. What is of lower rank than the batch was given
+  /// dimensions of size 1 to stand in front of; the input has its own sizes.
+  Tensor wrap_gradient(const Tensor& grad, const Tensor& input) const {
+    auto sizes = input.sym_sizes().vec();
+    sizes.insert(sizes.begin(), grad.sym_size(0));
+    return wrap(grad.sym_sizes() == sizes ? grad : grad.view_symint(sizes));
+  }
+
   Tensor wrap(const Tensor& x) const { return at::functorch::makeBatched(x, 0, level_); }
 
  private:
+  int64_t rank_of(const Operands& x) const {
+    return split(x.query).first.dim() - (maps(x.query) ? 1 : 0);
+  }
+
   std::pair<Tensor, std::optional<int64_t>> split(const Tensor& x) const {
     auto* batched = at::functorch::maybeGetBatchedImpl(x);
     if (batched == nullptr || batched->level() != level_) return {x, std::nullopt};

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "dual.h"
 #include "kernels/cpu/isa.h"
 
 namespace {
@@ -72,6 +73,12 @@ class KernelRun {
     fill(slopes_, s_.heads);
     fill(sinks_, s_.heads);
     for (T& slope : slopes_) slope = std::abs(slope) / 16;
+    fill(q_t_, q_.size());
+    fill(k_t_, k_.size());
+    fill(v_t_, v_.size());
+    fill(slopes_t_, s_.heads);
+    fill(sinks_t_, s_.heads);
+    for (T& slope : slopes_t_) slope /= 16;
     out_.resize(g_.size());
     lse_.resize(s_.heads * s_.queries);
     lse_rest_.resize(lse_.size());
@@ -146,9 +153,7 @@ class KernelRun {
     backward.out = operand<const T>(out_.data(), s_.queries, s_.value_dim);
     backward.lse = lse_.data();
     backward.lse_rest = lse_rest_.data();
-    backward.grad_query = operand<T>(dq_.data(), s_.queries, s_.head_dim);
-    backward.grad_key = operand<T>(dk_.data(), s_.keys, s_.head_dim);
-    backward.grad_value = operand<T>(dv_.data(), s_.keys, s_.value_dim);
+    results_go_to(backward, dq_, dk_, dv_);
     backward.splits = splits;
     const int64_t units = s_.kv_heads * splits;
     const auto partial =
@@ -163,66 +168,83 @@ class KernelRun {
         kernels_.sum_grad_query(backward, 0, unit, more_scratch.get());
       }
     }
+    run_tangents(backward);
   }
 
+  /// The differences to loops in double, derivatives along the directions included.
   Errors errors() const {
-    std::vector<double> dq(q_.size()), dk(k_.size()), dv(v_.size());
-    Errors worst;
+    const auto dual = [](const std::vector<T>& x, const std::vector<T>& x_t) {
+      std::vector<Dual> result(x.size());
+      for (size_t i = 0; i < x.size(); ++i) result[i] = {double(x[i]), double(x_t[i])};
+      return result;
+    };
+    const auto q = dual(q_, q_t_), k = dual(k_, k_t_), v = dual(v_, v_t_);
+    const auto slopes = dual(slopes_, slopes_t_), sinks = dual(sinks_, sinks_t_);
+    std::vector<Dual> out(g_.size()), lse(lse_.size()), dq(q.size()), dk(k.size()), dv(v.size());
     for (int64_t h = 0; h < s_.heads; ++h) {
       const int64_t g = h / (s_.heads / s_.kv_heads);
-      const T *k = &k_[g * s_.keys * s_.head_dim], *v = &v_[g * s_.keys * s_.value_dim];
+      const int64_t first_k = g * s_.keys * s_.head_dim, first_v = g * s_.keys * s_.value_dim;
       for (int64_t i = 0; i < s_.queries; ++i) {
         const int64_t row = h * s_.queries + i, position = i + s_.band.offset;
-        const T *q = &q_[row * s_.head_dim], *grad = &g_[row * s_.value_dim];
-        std::vector<double> p(s_.keys), dp(s_.keys), cap_slope(s_.keys, 1.0), out(s_.value_dim);
-        double sum = s_.options ? std::exp(double(sinks_[h])) : 0.0;
+        const Dual* q_i = &q[row * s_.head_dim];
+        Dual* out_i = &out[row * s_.value_dim];
+        const T* grad = &g_[row * s_.value_dim];
+        std::vector<Dual> p(s_.keys), dp(s_.keys), cap_slope(s_.keys, 1.0);
+        Dual sum = s_.options ? exp(sinks[h]) : 0.0;
         for (int64_t j = 0; j < s_.keys; ++j) {
           const bool keep = (s_.band.left < 0 || j >= position - s_.band.left) &&
                             (s_.band.right < 0 || j <= position + s_.band.right);
-          double score = 0.0;
-          for (int64_t d = 0; d < s_.head_dim; ++d) score += double(q[d]) * k[j * s_.head_dim + d];
-          score *= double(T(0.3));
-          if (s_.options) {
-            const double t = std::tanh(score / kSoftcap);
-            cap_slope[j] = 1 - t * t;
-            score = kSoftcap * t - slopes_[h] * std::abs(double(position - j));
+          Dual score;
+          for (int64_t d = 0; d < s_.head_dim; ++d) {
+            score += q_i[d] * k[first_k + j * s_.head_dim + d];
           }
-          p[j] = keep ? std::exp(score) : 0.0;
+          score = score * double(T(0.3));
+          if (s_.options) {
+            const Dual t = tanh(score / kSoftcap);
+            cap_slope[j] = Dual(1.0) - t * t;
+            score = t * kSoftcap - slopes[h] * std::abs(double(position - j));
+          }
+          p[j] = keep ? exp(score) : 0.0;
           sum += p[j];
         }
-        double delta = 0.0;
+        Dual delta;
         for (int64_t j = 0; j < s_.keys; ++j) {
-          p[j] = sum == 0.0 ? 0.0 : p[j] / sum;
+          p[j] = sum.value == 0.0 ? 0.0 : p[j] / sum;
           for (int64_t d = 0; d < s_.value_dim; ++d) {
-            out[d] += p[j] * v[j * s_.value_dim + d];
-            dp[j] += double(grad[d]) * v[j * s_.value_dim + d];
-            dv[(g * s_.keys + j) * s_.value_dim + d] += p[j] * grad[d];
+            const Dual value = v[first_v + j * s_.value_dim + d];
+            out_i[d] += p[j] * value;
+            dp[j] += value * double(grad[d]);
+            dv[first_v + j * s_.value_dim + d] += p[j] * double(grad[d]);
           }
           delta += p[j] * dp[j];
         }
         for (int64_t j = 0; j < s_.keys; ++j) {
-          const double ds = p[j] * (dp[j] - delta) * cap_slope[j] * double(T(0.3));
+          const Dual ds = p[j] * (dp[j] - delta) * cap_slope[j] * double(T(0.3));
           for (int64_t d = 0; d < s_.head_dim; ++d) {
-            dq[row * s_.head_dim + d] += ds * k[j * s_.head_dim + d];
-            dk[(g * s_.keys + j) * s_.head_dim + d] += ds * q[d];
+            dq[row * s_.head_dim + d] += ds * k[first_k + j * s_.head_dim + d];
+            dk[first_k + j * s_.head_dim + d] += ds * q_i[d];
           }
         }
-        for (int64_t d = 0; d < s_.value_dim; ++d) {
-          worst.output = std::max(worst.output, std::abs(out[d] - out_[row * s_.value_dim + d]));
-        }
-        const double lse = sum == 0.0 ? -std::numeric_limits<double>::infinity() : std::log(sum);
-        if (std::isinf(lse) || std::isinf(lse_[row])) {
-          if (lse != lse_[row]) worst.lse = std::numeric_limits<double>::infinity();
-        } else {
-          worst.lse = std::max(worst.lse, std::abs(lse - lse_[row]));
-        }
+        lse[row] = sum.value == 0.0 ? Dual(-std::numeric_limits<double>::infinity()) : log(sum);
       }
     }
-    for (const auto& [expected, found] : {std::pair{&dq, &dq_}, {&dk, &dk_}, {&dv, &dv_}}) {
-      for (size_t x = 0; x < expected->size(); ++x) {
-        worst.gradients = std::max(worst.gradients, std::abs((*expected)[x] - (*found)[x]));
+
+    Errors worst;
+    const auto compare = [](double& worst, const std::vector<Dual>& expected, const std::vector<T>& found,
+                             const std::vector<T>& found_t) {
+      for (size_t x = 0; x < expected.size(); ++x) {
+        const auto difference = [](double a, double b) { return a == b ? 0.0 : std::abs(a - b); };
+        for (const double d :
+             {difference(expected[x].value, found[x]), difference(expected[x].moved, found_t[x])}) {
+          worst = d <= worst ? worst : d;  // also if d is NaN
+        }
       }
-    }
+    };
+    compare(worst.output, out, out_, out_t_);
+    compare(worst.lse, lse, lse_, lse_t_);
+    compare(worst.gradients, dq, dq_, dq_t_);
+    compare(worst.gradients, dk, dk_, dk_t_);
+    compare(worst.gradients, dv, dv_, dv_t_);
     return worst;
   }
 
@@ -248,10 +270,66 @@ class KernelRun {
     return x;
   }
 
+  void results_go_to(BackwardParams<T>& backward, std::vector<T>& dq, std::vector<T>& dk,
+                     std::vector<T>& dv) {
+    backward.grad_query = operand<T>(dq.data(), s_.queries, s_.head_dim);
+    backward.grad_key = operand<T>(dk.data(), s_.keys, s_.head_dim);
+    backward.grad_value = operand<T>(dv.data(), s_.keys, s_.value_dim);
+  }
+
+  /// The derivatives of forward and backward along all directions.
+  void run_tangents(const BackwardParams<T>& backward) {
+    out_t_.resize(out_.size());
+    lse_t_.resize(lse_.size());
+    dq_t_.resize(q_.size());
+    dk_t_.resize(k_.size());
+    dv_t_.resize(v_.size());
+
+    JvpParams<T> jvp{};
+    jvp.problem = backward.problem;
+    jvp.directions.query = operand<const T>(q_t_.data(), s_.queries, s_.head_dim);
+    jvp.directions.key = operand<const T>(k_t_.data(), s_.keys, s_.head_dim);
+    jvp.directions.value = operand<const T>(v_t_.data(), s_.keys, s_.value_dim);
+    if (s_.options) {
+      jvp.directions.alibi_slopes.data = slopes_t_.data();
+      jvp.directions.alibi_slopes.head_stride = 1;
+      jvp.directions.sinks.data = sinks_t_.data();
+      jvp.directions.sinks.head_stride = 1;
+    }
+    jvp.out = backward.out;
+    jvp.lse = lse_.data();
+    jvp.lse_rest = lse_rest_.data();
+    jvp.out_t = operand<T>(out_t_.data(), s_.queries, s_.value_dim);
+    jvp.lse_t = lse_t_.data();
+    const auto jvp_scratch = memory(kernels_.jvp_scratch_bytes(jvp));
+    for (int64_t unit = 0; unit < kernels_.jvp_units(jvp); ++unit) {
+      kernels_.jvp(jvp, unit, jvp_scratch.get());
+    }
+
+    BackwardBackwardParams<T> second{};
+    second.backward = backward;
+    results_go_to(second.backward, dq_t_, dk_t_, dv_t_);
+    second.directions = jvp.directions;
+    second.out_t = operand<const T>(out_t_.data(), s_.queries, s_.value_dim);
+    second.lse_t = lse_t_.data();
+    const auto partial =
+        memory(s_.kv_heads * kernels_.partial_grad_query_t_size(second) * sizeof(T));
+    second.backward.partial_grad_query = static_cast<T*>(partial.get());
+    const auto scratch = memory(kernels_.backward_backward_scratch_bytes(second));
+    for (int64_t unit = 0; unit < s_.kv_heads * backward.splits; ++unit) {
+      kernels_.backward_backward(second, 0, unit, scratch.get());
+    }
+    const int64_t tiles = s_.kv_heads * kernels_.backward_row_tiles(backward.problem);
+    for (int64_t unit = 0; backward.splits > 1 && unit < tiles; ++unit) {
+      kernels_.sum_grad_query_t(second, 0, unit, scratch.get());
+    }
+  }
+
   const CpuKernels<T>& kernels_;
   Shape s_;
   std::vector<uint16_t> q16_, k16_, v16_;
   std::vector<T> q_, k_, v_, g_, slopes_, sinks_, out_, lse_, lse_rest_, dq_, dk_, dv_;
+  std::vector<T> q_t_, k_t_, v_t_, slopes_t_, sinks_t_, out_t_, lse_t_, dq_t_, dk_t_, dv_t_;
 };
 
 class Kernels : public ::testing::TestWithParam<const char*> {

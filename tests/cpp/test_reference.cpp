@@ -1,5 +1,6 @@
-// The reference, which runs on devices without kernels, against the definition. On a CPU no call
-// reaches it, so its source is compiled into the tests.
+// The reference, which runs on devices without kernels, against the definition; and the kernels of
+// second order against its formulas. On a CPU no call reaches them (but for third derivatives), so
+// their source is compiled into the tests.
 
 #include <gtest/gtest.h>
 
@@ -14,8 +15,8 @@ namespace {
 using samples::Sample;
 using torch::Tensor;
 
-/// What the operator would do with a sample on a device without kernels.
-std::vector<Tensor> referred(const Sample& s) {
+/// A checked call, its seed drawn.
+qkv::Call call_of(const Sample& s) {
   const auto& o = s.options;
   qkv::Arguments a;
   a.query = s.query;
@@ -32,14 +33,20 @@ std::vector<Tensor> referred(const Sample& s) {
   a.alibi_slopes = o.alibi_slopes();
   a.sinks = o.sinks();
   a.key_mask = o.key_mask();
-  const qkv::Call call = qkv::checked_call("test", a);
-  qkv::Operands x = call.operands;
+  qkv::Call call = qkv::checked_call("test", a);
+  qkv::Operands& x = call.operands;
   torch::manual_seed(1);
   if (x.dropout_p > 0.0) {
     x.dropout_seed = torch::randint(std::numeric_limits<int64_t>::max(),
                                     x.query.sizes().slice(0, x.query.dim() - 3), torch::kLong);
   }
-  const auto [out, lse] = qkv::reference::attention(x);
+  return call;
+}
+
+/// What the operator would do with a sample on a device without kernels.
+std::vector<Tensor> referred(const Sample& s) {
+  const qkv::Call call = call_of(s);
+  const auto [out, lse] = qkv::reference::attention(call.operands);
   return {call.restore_rank(out), call.restore_rank(lse)};
 }
 
@@ -52,6 +59,48 @@ TEST_P(ReferenceSamples, EqualsTheDefinition) {
   const auto found = referred(s);
   EXPECT_TRUE(torch::allclose(found[0], expected.out, 1e-12, 1e-12));
   EXPECT_TRUE(torch::allclose(found[1], expected.lse, 1e-12, 1e-12));
+}
+
+bool near(const Tensor& a, const Tensor& b) {
+  const Tensor scale = b.numel() == 0 ? torch::ones({}) : b.abs().max().clamp_min(1.0);
+  return a.sizes() == b.sizes() && torch::allclose(a / scale, b / scale, 0.0, 1e-12);
+}
+
+TEST_P(ReferenceSamples, KernelsOfSecondOrderEqualItsFormulas) {
+  torch::NoGradGuard no_grad;
+  const qkv::Operands x = call_of(GetParam()).operands;
+  const auto operands = x.tensors();
+  const auto of_forward = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+  const auto& [out, lse, out_rest, lse_rest] = of_forward;
+  qkv::Tangents t;
+  qkv::NeedsOfSecond needs = {true, true};
+  for (size_t i = 0; i < t.size(); ++i) {
+    needs[i + 2] = operands[i] && operands[i]->is_floating_point();
+    if (needs[i + 2]) t[i] = torch::randn_like(*operands[i]);
+  }
+  const Tensor grad_out = torch::randn_like(out), grad_lse = torch::randn_like(lse);
+  const qkv::InternalOp<qkv::Jvp> jvp("qkv::_attention_jvp");
+  const qkv::InternalOp<qkv::BackwardBackward> second("qkv::_attention_backward_backward");
+  // All directions, and each alone.
+  for (size_t only = 0; only <= t.size(); ++only) {
+    qkv::Tangents d;
+    for (size_t i = 0; i < t.size(); ++i) {
+      if (only == t.size() || only == i) d[i] = t[i];
+    }
+    const auto moved =
+        qkv::as_array(jvp(x, out, lse, out_rest, lse_rest, d[0], d[1], d[2], d[3], d[4], d[5]));
+    const auto moved_expected = qkv::as_array(qkv::reference::attention_jvp(x, d));
+    for (size_t i = 0; i < moved.size(); ++i) {
+      EXPECT_TRUE(near(moved[i], moved_expected[i])) << "jvp " << i << " along " << only;
+    }
+    const auto grads = qkv::as_array(second(x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
+                                            d[0], d[1], d[2], d[3], d[4], d[5], needs));
+    const auto expected =
+        qkv::as_array(qkv::reference::attention_backward_backward(x, grad_out, grad_lse, d, needs));
+    for (size_t i = 0; i < grads.size(); ++i) {
+      EXPECT_TRUE(near(grads[i], expected[i])) << "gradient " << i << " along " << only;
+    }
+  }
 }
 
 // One of each kind.

@@ -1,19 +1,30 @@
-"""Peak memory of forward and backward grows linearly with the length."""
+"""Peak memory of forward, backward, double backward and forward mode grows linearly with the length."""
 
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = r"""
 import re, torch, qkv
+from torch.autograd import forward_ad
 
 def status(name):
     with open("/proc/self/status") as file:
         return int(re.search(name + r":\s+(\d+) kB", file.read()).group(1)) / 1024
 
 def run(n):
-    q, k, v = (torch.randn(1, 2, n, 64, requires_grad=True) for _ in range(3))
-    mask = torch.randn(n, requires_grad=True)  # of keys, broadcast over all rows
-    qkv.attention(q, k, v, mask, is_causal=True).sum().backward()
+    inputs = [torch.randn(1, 2, n, 64, requires_grad=True) for _ in range(3)]
+    inputs.append(torch.randn(n, requires_grad=True))  # a mask of keys, broadcast over all rows
+    attend = lambda *x: qkv.attention(*x, is_causal=True)
+    if "{what}" == "backward":
+        attend(*inputs).sum().backward()
+    elif "{what}" == "double_backward":
+        grads = torch.autograd.grad(attend(*inputs).sum(), inputs, create_graph=True)
+        sum(g.square().sum() for g in grads).backward()
+    else:
+        with forward_ad.dual_level(), torch.no_grad():
+            attend(*(forward_ad.make_dual(x, torch.randn_like(x)) for x in inputs))
 
 run(256)  # what the first call loads
 with open("/proc/self/clear_refs", "w") as file:
@@ -24,17 +35,19 @@ print(status("VmHWM") - before)
 """
 
 
-def peak(n: int) -> float:
+def peak(what: str, n: int) -> float:
     """MiB that a call adds to a process."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("{n}", str(n))], capture_output=True, text=True
-    )
+    program = PROGRAM.replace("{what}", what).replace("{n}", str(n))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
 
-def test_linear_in_the_length():
-    # The scores alone would be 2 * n * n floats: 128 MiB at 4096, 2 GiB at 16384.
-    short, long = peak(4096), peak(16384)
-    print(f"{short:.0f} MiB at N = 4096, {long:.0f} MiB at N = 16384")
-    assert 8 < short and long < 4.5 * short
+# The scores alone would be 2 * n * n floats: 128 MiB at 4096, 2 GiB at 16384.
+@pytest.mark.parametrize(
+    ("what", "short"), [("backward", 4096), ("double_backward", 2048), ("forward_mode", 2048)]
+)
+def test_linear_in_the_length(what, short):
+    few, many = peak(what, short), peak(what, 4 * short)
+    print(f"{what}: {few:.0f} MiB at N = {short}, {many:.0f} MiB at N = {4 * short}")
+    assert 4 < few and many < 4.5 * few

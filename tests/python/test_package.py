@@ -107,21 +107,29 @@ def test_unknown_isa():
 def test_fallback_is_said_once_for_each_reason():
     program = """
 import torch, qkv
+from torch.func import grad, hessian, jacfwd, jacrev, jvp
 q = torch.randn(1, 2, 3, 4)
 attend = lambda q: qkv.attention(q, q, q).sum()
 for _ in range(3):
-    torch.func.grad(attend)(q)
-    torch.func.jvp(attend, (q,), (q,))
-    torch.func.grad(lambda q: torch.func.grad(attend)(q).sum())(q)
+    jvp(attend, (q,), (q,))
+    hessian(attend)(q)
+    jacrev(jacfwd(attend))(q)
+    jacrev(jacrev(attend))(q)
+    if THIRD:
+        jacfwd(jacfwd(attend))(q)
+        grad(lambda q: grad(lambda q: grad(attend)(q).sum())(q).sum())(q)
+        jvp(lambda q: grad(lambda q: grad(attend)(q).sum())(q), (q,), (q,))
 """
-    done = python(program, QKV_STRICT="0")
+    done = python(program.replace("THIRD", "False"), QKV_STRICT="1")
+    assert done.returncode == 0 and done.stderr == ""
+    done = python(program.replace("THIRD", "True"), QKV_STRICT="0")
     assert done.returncode == 0
     assert done.stderr.count("running unfused") == 2
-    assert "because forward-mode derivatives have no fused kernel" in done.stderr
-    assert "because second derivatives have no fused kernel" in done.stderr
-    strict = python(program, QKV_STRICT="1")
+    assert "because third derivatives have no fused kernel" in done.stderr
+    assert "because forward mode of forward mode has no fused kernel" in done.stderr
+    strict = python(program.replace("THIRD", "True"), QKV_STRICT="1")
     assert (
-        "RuntimeError: qkv::attention: QKV_STRICT is set and this would run unfused: forward-mode"
+        "RuntimeError: qkv::attention: QKV_STRICT is set and this would run unfused: forward mode"
         in strict.stderr
     )
 

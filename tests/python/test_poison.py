@@ -128,3 +128,77 @@ def test_poison_reaches_only_who_keeps_it(seed):
     if poison != poison:
         assert p_out[bad_scores].isnan().all() and p_lse[bad_scores].isnan().all()
         assert p_out[for_rows(v_bad)][..., 0].isnan().all()
+
+
+def run_second(query, key, value, grad, kwargs, along):
+    """Of <gradients, along>: the gradients of the incoming ones (which are what forward mode gives),
+    then as run."""
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    extras = {
+        n: x.clone().requires_grad_()
+        for n, x in kwargs.items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+    }
+    out, lse = qkv.attention_with_lse(*leaves, **{**kwargs, **extras})
+    incoming = [grad.clone().requires_grad_(), torch.ones_like(lse, requires_grad=True)]
+    inputs = [*leaves, *extras.values()]
+    grads = torch.autograd.grad((out, lse), inputs, incoming, create_graph=True)
+    out_t, lse_t, *found = torch.autograd.grad(grads, [*incoming, *inputs], along)
+    return out_t, lse_t, *found[:3], dict(zip(extras, found[3:]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_poison_in_second_order(seed):
+    """In the problem and in the directions that it is differentiated along."""
+    rng = random.Random(1000 + seed)
+    torch.manual_seed(seed)
+    query, key, value, grad, kwargs = problem(rng)
+    keep = kept_pairs(query, key, kwargs)
+    (batch, heads, m, _), (kv_heads, n) = query.shape, key.shape[1:3]
+    group = heads // kv_heads
+    extras = {n: x for n, x in kwargs.items() if torch.is_tensor(x) and x.is_floating_point()}
+    along = [torch.randn_like(x) for x in (query, key, value, *extras.values())]
+
+    poison = rng.choice([NAN, INF, -INF])
+
+    def poisoned(x, probability):
+        marked = torch.rand(x.shape[:-1]) < probability * (rng.random() < 0.4)
+        bad = x.clone()
+        bad[..., 0] = bad[..., 0].masked_fill(marked, poison)
+        return bad, marked
+
+    (bad_query, q_bad), (bad_grad, g_bad) = poisoned(query, 1 / m), poisoned(grad, 1 / m)
+    (bad_key, k_bad), (bad_value, v_bad) = poisoned(key, 2 / n), poisoned(value, 2 / n)
+    (q_t, q_t_bad), (k_t, k_t_bad) = poisoned(along[0], 1 / m), poisoned(along[1], 2 / n)
+    v_t, v_t_bad = poisoned(along[2], 2 / n)
+    bad_along = [q_t, k_t, v_t, *along[3:]]
+    if "attn_mask" in extras:  # where a mask is -inf, how it moves cannot matter
+        bad_along[3] = along[3].masked_fill(extras["attn_mask"] == -INF, poison)
+
+    clean = run_second(query, key, value, grad, kwargs, along)
+    bad = run_second(bad_query, bad_key, bad_value, bad_grad, kwargs, bad_along)
+
+    def for_rows(keys):
+        return (keep & keys.repeat_interleave(group, 1).unsqueeze(-2)).any(-1)
+
+    nonempty = keep.any(-1)
+    bad_scores = ((q_bad | q_t_bad) & nonempty) | for_rows(k_bad | k_t_bad)
+    bad_output = bad_scores | for_rows(v_bad | v_t_bad)
+    bad_row = bad_output | (g_bad & nonempty)
+    bad_pairs = keep & bad_row.unsqueeze(-1)
+    bad_keys = bad_pairs.view(batch, kv_heads, group, m, n).any(3).any(2)
+
+    places = (bad_output, bad_scores, bad_row, bad_keys, bad_keys)
+    for name, expected, found, reached in zip("o l q k v".split(), clean, bad, places):
+        assert torch.equal(expected[~reached], found[~reached]), name
+        assert not expected.isnan().any(), name
+    assert torch.equal(clean[0][..., 1:][~bad_scores], bad[0][..., 1:][~bad_scores])
+    for name, expected in clean[5].items():
+        if name == "attn_mask":
+            reached = bad_pairs.sum_to_size(expected.shape).bool()
+        else:
+            reached = bad_row.any(2).any(0)
+        assert torch.equal(expected[~reached], bad[5][name][~reached]), name
+    if poison != poison:
+        assert bad[0][bad_scores].isnan().all() and bad[1][bad_scores].isnan().all()
+        assert bad[0][for_rows(v_bad | v_t_bad)][..., 0].isnan().all()

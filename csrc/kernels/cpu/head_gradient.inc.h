@@ -13,6 +13,44 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+/// The rows of query head `unit` of a (B, Hq, M).
+template <class T>
+struct HeadRows {
+  BatchIndex batch;
+  int64_t head;
+  int64_t width;  // of an output
+
+  HeadRows(const Problem<T>& p, int64_t unit)
+      : batch(batch_index(p, unit / p.query_heads)),
+        head(unit % p.query_heads),
+        width(p.value_dim) {}
+
+  T number(const HeadNumbers<T>& x) const {
+    return x.data[batch.offset(x.batch_stride) + head * x.head_stride];
+  }
+
+  const T* row(const Operand<const T>& x, int64_t i) const {
+    return x.data + batch.offset(x.batch_stride) + head * x.head_stride + i * x.row_stride;
+  }
+
+  /// <grad_i, out_i>. An output of zeros is that of a row without keys, whose incoming gradient may
+  /// be NaN.
+  T dot_with_output(const Operand<const T>& grad, const Operand<const T>& out, int64_t i) const {
+    const T* out_i = row(out, i);
+    bool all_zero = true;
+    for (int64_t d = 0; d < width; ++d) all_zero &= out_i[d] == T(0);
+    return all_zero ? T(0) : dot<T>(row(grad, i), out_i, width);
+  }
+};
+
+/// exp(sink - lse), the weight of a row's sink; 0 for a row of nothing whose sink is -inf too.
+template <class T>
+inline T sink_weight(T sink, T lse, T lse_rest) {
+  if (lse == -static_cast<T>(__builtin_inff())) return T(0);
+  const T below = sink == lse ? T(0) : (sink - lse) - lse_rest;
+  return below >= T(0) ? T(1) : natural_exp(below);
+}
+
 template <class T>
 inline void head_gradient(const HeadGradientParams<T>& params, int64_t unit) {
   const BackwardParams<T>& backward = params.backward;
@@ -28,26 +66,15 @@ inline void head_gradient(const HeadGradientParams<T>& params, int64_t unit) {
     params.grad_slopes[unit] = sum;
   }
   if (params.grad_sinks != nullptr) {
-    const int64_t head = unit % p.query_heads;
-    const BatchIndex batch = batch_index(p, unit / p.query_heads);
-    const T sink = p.sinks.data[batch.offset(p.sinks.batch_stride) + head * p.sinks.head_stride];
-    const auto head_of = [&](const Operand<const T>& x) {
-      return x.data + batch.offset(x.batch_stride) + head * x.head_stride;
-    };
-    const T *grad_out = head_of(backward.grad_out), *out = head_of(backward.out);
+    const HeadRows<T> rows(p, unit);
+    const T sink = rows.number(p.sinks);
     double sum = 0.0;
     for (int64_t i = 0; i < p.queries; ++i) {
       const T lse = backward.lse[first_scalar + i];
-      if (lse == -static_cast<T>(__builtin_inff())) continue;  // no keys, and the sink is -inf
-      const T* out_i = out + i * backward.out.row_stride;
-      // An output of zeros is that of a row without keys, whose incoming gradient may be NaN.
-      bool all_zero = true;
-      for (int64_t d = 0; d < p.value_dim; ++d) all_zero &= out_i[d] == T(0);
-      T delta =
-          all_zero ? T(0) : dot<T>(grad_out + i * backward.grad_out.row_stride, out_i, p.value_dim);
+      if (lse == -static_cast<T>(__builtin_inff())) continue;
+      T delta = rows.dot_with_output(backward.grad_out, backward.out, i);
       if (backward.grad_lse != nullptr) delta -= backward.grad_lse[first_scalar + i];
-      const T below = sink == lse ? T(0) : (sink - lse) - backward.lse_rest[first_scalar + i];
-      const T weight = below >= T(0) ? T(1) : natural_exp(below);
+      const T weight = sink_weight(sink, lse, backward.lse_rest[first_scalar + i]);
       sum -= static_cast<double>(weight) * static_cast<double>(delta);
     }
     params.grad_sinks[unit] = sum;

@@ -29,11 +29,25 @@ struct CpuKernels : ForwardKernels<T> {
   void (*backward)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
   void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 
-  int64_t (*mask_gradient_units)(const MaskGradientParams<T>&);
+  int64_t (*mask_gradient_units)(const Problem<T>&, const Operand<T>& grad_mask);
   int64_t (*mask_gradient_scratch_bytes)(const MaskGradientParams<T>&);
   void (*mask_gradient)(const MaskGradientParams<T>&, int64_t unit, void* scratch);
 
   void (*head_gradient)(const HeadGradientParams<T>&, int64_t unit);
+
+  int64_t (*jvp_units)(const JvpParams<T>&);
+  int64_t (*jvp_scratch_bytes)(const JvpParams<T>&);
+  void (*jvp)(const JvpParams<T>&, int64_t unit, void* scratch);
+
+  int64_t (*backward_backward_scratch_bytes)(const BackwardBackwardParams<T>&);
+  int64_t (*partial_grad_query_t_size)(const BackwardBackwardParams<T>&);
+  void (*backward_backward)(const BackwardBackwardParams<T>&, int64_t first_head, int64_t unit,
+                            void* scratch);
+  void (*sum_grad_query_t)(const BackwardBackwardParams<T>&, int64_t first_head, int64_t unit,
+                           void* scratch);
+  int64_t (*mask_gradient_t_scratch_bytes)(const MaskGradientTangentParams<T>&);
+  void (*mask_gradient_t)(const MaskGradientTangentParams<T>&, int64_t unit, void* scratch);
+  void (*sink_gradient_t)(const BackwardBackwardParams<T>&, double* grad_sinks, int64_t unit);
 };
 
 struct CpuKernelTable {

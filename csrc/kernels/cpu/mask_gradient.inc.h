@@ -26,9 +26,7 @@ struct MaskGradientUnits {
   int64_t key_ranges;
 
   template <class T>
-  static MaskGradientUnits of(const MaskGradientParams<T>& params) {
-    const Problem<T>& p = params.backward.problem;
-    const Operand<T>& mask = params.grad_mask;
+  static MaskGradientUnits of(const Problem<T>& p, const Operand<T>& mask) {
     MaskGradientUnits units{1, 1, 1, 1};
     for (int d = 0; d < p.batch_rank; ++d) {
       if (mask.batch_stride[d] != 0) units.batches *= p.batch_size[d];
@@ -45,13 +43,18 @@ struct MaskGradientUnits {
   int64_t count() const { return batches * heads * row_tiles * key_ranges; }
 };
 
+template <class T>
+inline int64_t mask_gradient_units(const Problem<T>& problem, const Operand<T>& grad_mask) {
+  return MaskGradientUnits::of(problem, grad_mask).count();
+}
+
 /// The batch element at `kept` in the mask's own batch dimensions and at `summed` in the others.
 template <class T>
-inline int64_t batch_of_mask(const MaskGradientParams<T>& params, int64_t kept, int64_t summed) {
-  const Problem<T>& p = params.backward.problem;
+inline int64_t batch_of_mask(const Problem<T>& p, const Operand<T>& mask, int64_t kept,
+                             int64_t summed) {
   int64_t number = 0, step = 1;
   for (int d = p.batch_rank - 1; d >= 0; --d) {
-    int64_t& left = params.grad_mask.batch_stride[d] != 0 ? kept : summed;
+    int64_t& left = mask.batch_stride[d] != 0 ? kept : summed;
     number += left % p.batch_size[d] * step;
     left /= p.batch_size[d];
     step *= p.batch_size[d];
@@ -59,18 +62,12 @@ inline int64_t batch_of_mask(const MaskGradientParams<T>& params, int64_t kept, 
   return number;
 }
 
-template <class T>
-inline int64_t mask_gradient_scratch_bytes(const MaskGradientParams<T>& params) {
-  return BackwardTile<T, kBackwardVectors>::scratch_numbers(params.backward.problem) *
-         static_cast<int64_t>(sizeof(T));
-}
-
-template <class T>
-inline void mask_gradient(const MaskGradientParams<T>& params, int64_t unit, void* scratch) {
+/// Sums of `values`, [keys][rows], which work.load_block computes for each of its tiles.
+template <class T, class Work>
+inline void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t unit, Work& work,
+                          const T* values) {
   constexpr int kRows = kMaskGradientRows<T>;
-  const Problem<T>& p = params.backward.problem;
-  const Operand<T>& mask = params.grad_mask;
-  const auto units = MaskGradientUnits::of(params);
+  const auto units = MaskGradientUnits::of(p, mask);
   const int64_t key_range = unit % units.key_ranges;
   unit /= units.key_ranges;
   const int64_t row_tile = unit % units.row_tiles;
@@ -88,9 +85,8 @@ inline void mask_gradient(const MaskGradientParams<T>& params, int64_t unit, voi
                                                         (key_range + 1) * kMaskGradientKeys}
                                              : KeyRange{0, p.keys};
 
-  BackwardTile<T, kBackwardVectors> work(params.backward, static_cast<T*>(scratch));
   for (int64_t b = 0; b < summed_batches; ++b) {
-    const int64_t batch = batch_of_mask(params, mask_batch, b);
+    const int64_t batch = batch_of_mask(p, mask, mask_batch, b);
     for (int64_t head = first_head; head < end_head; ++head) {
       for (int64_t row = first_row; row < end_row; row += kRows) {
         work.tile = RowTile<kRows>::make(p, batch, head / group, head, 1, row);
@@ -104,13 +100,25 @@ inline void mask_gradient(const MaskGradientParams<T>& params, int64_t unit, voi
           for (int r = 0; r < work.tile.rows; ++r) {
             T* grad = work.tile.row(mask, r) + n * mask.column_stride;
             for (int k = 0; k < block; ++k) {
-              grad[k * mask.column_stride] += work.ds_tile[k * kRows + r];
+              grad[k * mask.column_stride] += values[k * kRows + r];
             }
           }
         }
       }
     }
   }
+}
+
+template <class T>
+inline int64_t mask_gradient_scratch_bytes(const MaskGradientParams<T>& params) {
+  return BackwardTile<T, kBackwardVectors>::scratch_numbers(params.backward.problem) *
+         static_cast<int64_t>(sizeof(T));
+}
+
+template <class T>
+inline void mask_gradient(const MaskGradientParams<T>& params, int64_t unit, void* scratch) {
+  BackwardTile<T, kBackwardVectors> work(params.backward, static_cast<T*>(scratch));
+  sum_over_mask(work.p, params.grad_mask, unit, work, work.ds_tile);
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -1,7 +1,9 @@
 #pragma once
 
 #include "kernels/cpu/attention_backward.inc.h"
+#include "kernels/cpu/attention_backward_backward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
+#include "kernels/cpu/attention_jvp.inc.h"
 #include "kernels/cpu/head_gradient.inc.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/mask_gradient.inc.h"
@@ -28,10 +30,20 @@ constexpr CpuKernels<T> make_kernels() {
       partial_grad_query_size<T>,
       attention_backward<T>,
       sum_grad_query<T>,
-      [](const MaskGradientParams<T>& params) { return MaskGradientUnits::of(params).count(); },
+      mask_gradient_units<T>,
       mask_gradient_scratch_bytes<T>,
       mask_gradient<T>,
       head_gradient<T>,
+      jvp_units<T>,
+      jvp_scratch_bytes<T>,
+      attention_jvp<T>,
+      backward_backward_scratch_bytes<T>,
+      partial_grad_query_t_size<T>,
+      attention_backward_backward<T>,
+      sum_grad_query_t<T>,
+      mask_gradient_t_scratch_bytes<T>,
+      mask_gradient_t<T>,
+      sink_gradient_t<T>,
   };
 }
 

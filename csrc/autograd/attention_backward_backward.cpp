@@ -1,0 +1,122 @@
+// The derivative of _attention_backward_backward: third order, by differentiating the reference
+// formulas, which have memory for all scores. This is done only when such a derivative is asked
+// for; that it might be, as always under torch.func, costs nothing.
+
+#include <ATen/ops/alias.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/library.h>
+
+#include "autograd/operands_node.h"
+#include "environment.h"
+#include "reference.h"
+
+namespace qkv::autograd {
+
+namespace {
+
+void report_third_order() {
+  report_fallback("qkv::attention", "third derivatives have no fused kernel");
+}
+
+struct QkvAttentionThirdOrder : OperandsNode<QkvAttentionThirdOrder> {
+  // Of grad_out, grad_lse, the operands, and the cotangents of their gradients.
+  static constexpr size_t kGradients = 2 + 2 * Operands::kDifferentiable;
+  static constexpr size_t kOutputs = 0;
+
+  std::string name() const override { return "QkvAttentionThirdOrder"; }
+
+  static variable_list gradients(const variable_list& grads, const Operands& x,
+                                 const std::vector<Tensor>& others,
+                                 const std::vector<bool>& needs) {
+    report_third_order();
+    const bool create_graph = at::GradMode::is_enabled();
+    at::AutoGradMode grad_mode(true);
+    // The same tensor may be given twice; each place gets an alias with a gradient of its own.
+    variable_list wanted;
+    size_t place = 0;
+    const auto variable = [&](const OptionalTensor& input) -> OptionalTensor {
+      const bool needed = needs[place++];
+      if (!input || !input->defined() || !needed) return input;
+      wanted.push_back(at::alias(*input));
+      return wanted.back();
+    };
+    const Tensor grad_out = *variable(others[0]);
+    const OptionalTensor grad_lse = variable(optional(others[1]));
+    auto tensors = x.tensors();
+    for (size_t i = 0; i < Operands::kDifferentiable; ++i) tensors[i] = variable(tensors[i]);
+    Tangents cotangents;
+    for (size_t i = 0; i < cotangents.size(); ++i) {
+      cotangents[i] = variable(optional(others[2 + i]));
+    }
+
+    NeedsOfSecond given;
+    for (size_t i = 0; i < given.size(); ++i) given[i] = grads[i].defined();
+    const auto results = as_array(reference::attention_backward_backward(
+        x.with(tensors), grad_out, grad_lse, cotangents, given));
+    variable_list outputs, incoming;
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (!given[i] || !results[i].requires_grad()) continue;
+      outputs.push_back(results[i]);
+      incoming.push_back(grads[i]);
+    }
+    variable_list found(wanted.size());
+    if (!outputs.empty()) {
+      found = torch::autograd::grad(outputs, wanted, incoming, create_graph, create_graph,
+                                    /*allow_unused=*/true);
+    }
+    variable_list result(kGradients);
+    for (size_t i = 0, next = 0; i < kGradients; ++i) {
+      if (needs[i]) result[i] = found[next++];
+    }
+    return result;
+  }
+};
+
+TensorTuple<8> attention_backward_backward(
+    c10::DispatchKeySet keys, const Operands& x, const Tensor& grad_out,
+    const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse, const Tensor& out_rest,
+    const Tensor& lse_rest, const OptionalTensor& grad_grad_query,
+    const OptionalTensor& grad_grad_key, const OptionalTensor& grad_grad_value,
+    const OptionalTensor& grad_grad_attn_mask, const OptionalTensor& grad_grad_alibi_slopes,
+    const OptionalTensor& grad_grad_sinks, NeedsOfSecond needs) {
+  using namespace torch::autograd;
+  const Tangents c = {grad_grad_query,     grad_grad_key,          grad_grad_value,
+                      grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
+  NodePointer<QkvAttentionThirdOrder> node;
+  variable_list inputs = variables(x);
+  inputs.insert(inputs.begin(), {grad_out, grad_lse.value_or(Tensor())});
+  for (const OptionalTensor& cotangent : c) inputs.push_back(cotangent.value_or(Tensor()));
+  if (compute_requires_grad(at::TensorList(inputs))) {
+    node = make_node<QkvAttentionThirdOrder>();
+    node->set_next_edges(collect_next_edges(at::TensorList(inputs)));
+    node->save_operands(x);
+    node->save(grad_out, /*is_output=*/false);
+    node->save(grad_lse, /*is_output=*/false);
+    for (const OptionalTensor& cotangent : c) node->save(cotangent, /*is_output=*/false);
+  }
+  std::array<Tensor, 8> grads;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    grads = as_array(attention_backward_backward_op().redispatch(
+        keys & c10::after_autograd_keyset, x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
+        c[0], c[1], c[2], c[3], c[4], c[5], needs));
+  }
+  if (node) set_history(variable_list(grads.begin(), grads.end()), node);
+  if (any_tangent(inputs)) {
+    report_third_order();
+    const auto moved =
+        as_array(reference::attention_backward_backward(x, grad_out, grad_lse, c, needs));
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (needs[i]) set_tangent(grads[i], tangent(moved[i]));
+    }
+  }
+  return std::tuple_cat(grads);
+}
+
+TORCH_LIBRARY_IMPL(qkv, Autograd, m) {
+  m.impl("_attention_backward_backward", flat<&attention_backward_backward>);
+}
+
+}  // namespace
+
+}  // namespace qkv::autograd

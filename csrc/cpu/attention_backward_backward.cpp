@@ -1,0 +1,167 @@
+// _attention_backward_backward on CPU: tensors to Params; the jvp along the cotangents, then the
+// same loops as in the backward.
+
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "cpu/attention_jvp.h"
+#include "cpu/gradients.h"
+#include "cpu/kernels.h"
+#include "cpu/problem.h"
+#include "cpu/units.h"
+#include "layout.h"
+
+namespace qkv::cpu {
+
+namespace {
+
+using GradientsOfSecond = std::array<Tensor, 8>;
+
+/// The tensors that the kernels read and write.
+struct Tensors {
+  Operands x;
+  Tangents cotangents;
+  Tensor grad_out;
+  OptionalTensor grad_lse;
+  Tensor out, lse, lse_rest;
+  Tensor out_t, lse_t;  // also the gradients of grad_out and grad_lse
+  Gradients grads;
+  Needs needs;
+};
+
+/// The gradients of alibi_slopes and sinks, per head by a kernel.
+template <class T>
+void run_heads(const kernels::BackwardBackwardParams<T>& params, const Tensors& t) {
+  const auto& kernels = kernels_for<T>();
+  const int64_t heads = params.backward.problem.batch * params.backward.problem.query_heads;
+  std::vector<double> of_heads(heads);
+  if (t.needs[4]) {
+    const kernels::HeadGradientParams<T> slopes{params.backward, of_heads.data(), nullptr};
+    for_each_unit(heads, 0, [&](int64_t unit, void*) { kernels.head_gradient(slopes, unit); });
+    sum_over_batch(of_heads, t.x, t.grads[4]);
+  }
+  if (t.needs[5]) {
+    for_each_unit(heads, 0, [&](int64_t unit, void*) {
+      kernels.sink_gradient_t(params, of_heads.data(), unit);
+    });
+    sum_over_batch(of_heads, t.x, t.grads[5]);
+  }
+}
+
+template <class T>
+void run(const Tensors& t) {
+  const auto& kernels = kernels_for<T>();
+  kernels::JvpParams<T> jvp{};
+  kernels::MaskGradientTangentParams<T> params{};
+  kernels::BackwardBackwardParams<T>& second = params.second;
+  kernels::BackwardParams<T>& backward = second.backward;
+  BatchDimensions batch(t.x.query.sizes().slice(0, t.x.query.dim() - 3));
+  describe(backward.problem, t.x, batch);
+  describe(second.directions, t.cotangents, batch);
+  describe(backward.grad_out, t.grad_out, batch);
+  describe(backward.out, t.out, batch);
+  describe(second.out_t, t.out_t, batch);
+  describe(jvp.out_t, t.out_t, batch);
+  if (t.needs[0]) describe(backward.grad_query, t.grads[0], batch);
+  if (t.needs[1]) describe(backward.grad_key, t.grads[1], batch);
+  if (t.needs[2]) describe(backward.grad_value, t.grads[2], batch);
+  if (t.needs[3]) describe(params.grad_mask, t.grads[3], batch);
+  batch.complete(backward.problem);
+  backward.lse = static_cast<const T*>(t.lse.const_data_ptr());
+  backward.lse_rest = static_cast<const T*>(t.lse_rest.const_data_ptr());
+  backward.grad_lse = t.grad_lse ? static_cast<const T*>(t.grad_lse->const_data_ptr()) : nullptr;
+  second.lse_t = static_cast<const T*>(t.lse_t.const_data_ptr());
+
+  jvp.problem = backward.problem;
+  jvp.directions = second.directions;
+  jvp.out = backward.out;
+  jvp.lse = backward.lse;
+  jvp.lse_rest = backward.lse_rest;
+  jvp.lse_t = static_cast<T*>(t.lse_t.data_ptr());
+  run_jvp(jvp);
+
+  backward.splits = number_of_splits(backward.problem.keys);
+  const auto slope_gradient = c10::GetCPUAllocator()->allocate(
+      t.needs[4] ? backward.splits * t.lse.numel() * sizeof(T) : 0);
+  backward.slope_gradient_of_rows = t.needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
+  if (backward.problem.keys > 0) {
+    if (t.needs[0] || t.needs[1] || t.needs[2] || t.needs[4]) {
+      run_splits<T, kernels::BackwardBackwardParams<T>>(
+          backward, second,
+          {kernels.backward_backward_scratch_bytes, kernels.partial_grad_query_t_size,
+           kernels.backward_backward, kernels.sum_grad_query_t});
+    }
+    if (t.needs[3]) {
+      for_each_unit(
+          kernels.mask_gradient_units(backward.problem, params.grad_mask),
+          kernels.mask_gradient_t_scratch_bytes(params),
+          [&](int64_t unit, void* scratch) { kernels.mask_gradient_t(params, unit, scratch); });
+    }
+  }
+  if ((t.needs[4] && backward.problem.keys > 0) || t.needs[5]) run_heads(second, t);
+}
+
+TensorTuple<8> attention_backward_backward(
+    const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
+    const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
+    const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
+    const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
+    const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
+    NeedsOfSecond needs) {
+  constexpr const char* kOp = "qkv::_attention_backward_backward";
+  const Tangents cotangents{grad_grad_query,     grad_grad_key,          grad_grad_value,
+                            grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
+  check_operands(kOp, x);
+  check_grad_outputs(kOp, x, grad_out, grad_lse);
+  check_forward_results(kOp, x, out, lse, out_rest, lse_rest);
+  check_tangents(kOp, x, cotangents);
+  check_needs(kOp, x, {needs[2], needs[3], needs[4], needs[5], needs[6], needs[7]});
+  check_batch_dimensions(x);
+  const GradientsOfSecond results = empty_gradients_of_second(x, grad_out, needs);
+  if (lse.numel() == 0) {
+    for (const Tensor& grad : results) grad.zero_();
+    return std::tuple_cat(results);
+  }
+
+  // As in the backward: sums in the numbers that they are taken in, rounded once.
+  const auto real = lse.scalar_type();
+  GradientsOfSecond grads;
+  for (size_t i = 0; i < grads.size(); ++i) grads[i] = writable(results[i], real);
+  if (x.key.size(-2) == 0) {
+    for (size_t i = 2; i < 7; ++i) grads[i].zero_();
+  } else if (needs[5]) {
+    grads[5].zero_();
+  }
+  Tensors t;
+  t.x = readable(x, real);
+  t.cotangents = readable(cotangents, real);
+  t.grad_out = readable(grad_out, real);
+  if (grad_lse) t.grad_lse = grad_lse->contiguous();
+  t.out = exact_output(out, out_rest, real);
+  t.lse = lse.contiguous();
+  t.lse_rest = lse_rest.contiguous();
+  t.out_t = at::empty_like(t.out);
+  t.lse_t = at::empty_like(t.lse);
+  std::copy(grads.begin() + 2, grads.end(), t.grads.begin());
+  std::copy(needs.begin() + 2, needs.end(), t.needs.begin());
+  if (real == at::kDouble) {
+    run<double>(t);
+  } else {
+    run<float>(t);
+  }
+  if (needs[0]) results[0].copy_(t.out_t);
+  if (needs[1]) results[1].copy_(t.lse_t);
+  for (size_t i = 2; i < grads.size(); ++i) {
+    if (!grads[i].is_same(results[i])) results[i].copy_(grads[i]);
+  }
+  return std::tuple_cat(results);
+}
+
+TORCH_LIBRARY_IMPL(qkv, CPU, m) {
+  m.impl("_attention_backward_backward", flat<&attention_backward_backward>);
+}
+
+}  // namespace
+
+}  // namespace qkv::cpu

@@ -1,0 +1,58 @@
+// _attention_jvp on CPU: tensors to Params, one parallel loop over tiles.
+
+#include "cpu/attention_jvp.h"
+
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "cpu/problem.h"
+#include "layout.h"
+
+namespace qkv::cpu {
+
+namespace {
+
+template <class T>
+void run(const Operands& x, const Tangents& tangents, const Tensor& out, const Tensor& lse,
+         const Tensor& lse_rest, const Tensor& out_t, const Tensor& lse_t) {
+  kernels::JvpParams<T> params{};
+  BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
+  describe(params.problem, x, batch);
+  describe(params.directions, tangents, batch);
+  describe(params.out, out, batch);
+  describe(params.out_t, out_t, batch);
+  batch.complete(params.problem);
+  params.lse = static_cast<const T*>(lse.const_data_ptr());
+  params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
+  params.lse_t = static_cast<T*>(lse_t.data_ptr());
+  run_jvp(params);
+}
+
+TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor& lse,
+                             const Tensor& out_rest, const Tensor& lse_rest,
+                             const OptionalTensor& query_t, const OptionalTensor& key_t,
+                             const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
+                             const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
+  constexpr const char* kOp = "qkv::_attention_jvp";
+  const Tangents tangents{query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t};
+  check_operands(kOp, x);
+  check_forward_results(kOp, x, out, lse, out_rest, lse_rest);
+  check_tangents(kOp, x, tangents);
+  check_batch_dimensions(x);
+  const Tensor out_t = empty_output(x), lse_t = empty_logsumexp(x);
+  if (lse.numel() == 0) return {out_t, lse_t};
+  const auto real = lse.scalar_type();
+  const Tensor real_out_t = writable(out_t, real);
+  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  run_in(readable(x, real), readable(tangents, real), exact_output(out, out_rest, real),
+         lse.contiguous(), lse_rest.contiguous(), real_out_t, lse_t);
+  if (!real_out_t.is_same(out_t)) out_t.copy_(real_out_t);
+  return {out_t, lse_t};
+}
+
+TORCH_LIBRARY_IMPL(qkv, CPU, m) { m.impl("_attention_jvp", flat<&attention_jvp>); }
+
+}  // namespace
+
+}  // namespace qkv::cpu

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/units.h"
+#include "operands.h"
+
+// What the backward and its own derivative do alike: loops over splits of the keys, sums over the
+// batch.
+
+namespace qkv::cpu {
+
+/// How many ranges the keys of a head are cut into. Of N alone: the bits of a gradient depend on
+/// it, and must not depend on the number of threads or on the batch.
+inline int64_t number_of_splits(int64_t keys) { return std::clamp<int64_t>(keys / 512, 1, 8); }
+
+/// The kernels of a backward that leaves each split's part of grad_query in a buffer.
+template <class Params>
+struct SplitKernels {
+  int64_t (*scratch_bytes)(const Params&);
+  int64_t (*partial_size)(const Params&);  // of one key/value head
+  void (*run)(const Params&, int64_t first_head, int64_t unit, void* scratch);
+  void (*sum_grad_query)(const Params&, int64_t first_head, int64_t unit, void* scratch);
+};
+
+/// `backward` is `params` or a part of it.
+template <class T, class Params>
+void run_splits(kernels::BackwardParams<T>& backward, const Params& params,
+                const SplitKernels<Params>& kernels) {
+  const int64_t heads = backward.problem.batch * backward.problem.kv_heads;
+  // The parts of grad_query are kept for a few heads at a time, enough to occupy all threads.
+  const bool sums = backward.splits > 1 && backward.grad_query.data != nullptr;
+  const int64_t units_at_once = 4 * static_cast<int64_t>(at::get_num_threads());
+  const int64_t heads_at_once =
+      sums ? std::min(heads, (units_at_once + backward.splits - 1) / backward.splits) : heads;
+  const int64_t partial_numbers = sums ? heads_at_once * kernels.partial_size(params) : 0;
+  const auto partial = c10::GetCPUAllocator()->allocate(partial_numbers * sizeof(T));
+  backward.partial_grad_query = static_cast<T*>(partial.get());
+
+  const int64_t scratch_bytes = kernels.scratch_bytes(params);
+  const int64_t row_tiles = kernels_for<T>().backward_row_tiles(backward.problem);
+  for (int64_t head = 0; head < heads; head += heads_at_once) {
+    const int64_t count = std::min(heads_at_once, heads - head);
+    for_each_unit(count * backward.splits, scratch_bytes,
+                  [&](int64_t unit, void* scratch) { kernels.run(params, head, unit, scratch); });
+    if (!sums) continue;
+    for_each_unit(count * row_tiles, scratch_bytes, [&](int64_t unit, void* scratch) {
+      kernels.sum_grad_query(params, head, unit, scratch);
+    });
+  }
+}
+
+/// grad = the numbers of all (batch.., Hq), summed in order over the dimensions in which it is
+/// broadcast (sums of ATen depend on the number of threads).
+inline void sum_over_batch(const std::vector<double>& of_heads, const Operands& x,
+                           const Tensor& grad) {
+  auto sizes = x.query.sizes().vec();
+  sizes.resize(sizes.size() - 2);
+  const Tensor total = at::zeros(grad.sizes(), grad.options().dtype(at::kDouble));
+  const auto strides = total.expand(sizes).strides();
+  for (size_t unit = 0; unit < of_heads.size(); ++unit) {
+    auto left = static_cast<int64_t>(unit);
+    int64_t offset = 0;
+    for (size_t d = sizes.size(); d-- > 0; left /= sizes[d]) offset += left % sizes[d] * strides[d];
+    total.mutable_data_ptr<double>()[offset] += of_heads[unit];
+  }
+  grad.copy_(total);
+}
+
+}  // namespace qkv::cpu

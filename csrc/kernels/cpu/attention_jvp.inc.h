@@ -1,0 +1,100 @@
+#pragma once
+
+#include "kernels/cpu/head_gradient.inc.h"
+#include "kernels/cpu/tangent_tile.inc.h"
+
+// The derivative of attention along directions of its operands, one tile of query rows, in one
+// pass over the keys (to P and S': tangent_tile.inc.h). W is the weight of the sink, R what dropout
+// multiplies the weights with.
+//
+//     lse' = rowsum(P ∘ S') + W ∘ sink'
+//     O'   = (R ∘ P ∘ S') V + (R ∘ P) V' - lse' ∘ O
+//
+//              rows (lanes) ->                         for each block of keys:
+//     P     keys [ ............ ]                       lse'  += columns' sums of P ∘ S'
+//     P ∘ S' keys [ ............ ]  over S'             O'ᵀ   += Vᵀ · (R ∘ P ∘ S') + V'ᵀ · (R ∘ P)
+//     O'ᵀ  Dv  [ ............ ]
+//
+// With all directions these are 5 products, where the forward has 2. What does not move costs none.
+
+namespace qkv::kernels::QKV_ISA {
+
+/// One unit of work is one tile of rows of one key/value head.
+template <class T>
+inline int64_t jvp_units(const JvpParams<T>& params) {
+  const Problem<T>& p = params.problem;
+  return p.batch * p.kv_heads * TangentTile<T>::tiles_of_head(p);
+}
+
+template <class T>
+inline int64_t jvp_scratch_bytes(const JvpParams<T>& params) {
+  using Work = TangentTile<T>;
+  const Problem<T>& p = params.problem;
+  return (Work::scratch_numbers(p) + p.value_dim * Work::kRows) * static_cast<int64_t>(sizeof(T));
+}
+
+/// Tiles of a head run from the last to the first, as in the forward.
+template <class T>
+inline void attention_jvp(const JvpParams<T>& params, int64_t unit, void* scratch) {
+  using S = Simd<T>;
+  using Work = TangentTile<T>;
+  using Number = typename S::Number;
+  const Problem<T>& p = params.problem;
+  const Directions<T>& along = params.directions;
+  const int64_t tiles = Work::tiles_of_head(p), group = p.query_heads / p.kv_heads;
+  const int64_t head = unit / tiles, kv_head = head % p.kv_heads;
+  const int64_t first_row = (tiles - 1 - unit % tiles) * Work::kRows;
+
+  Work work(p, along, params.lse, params.lse_rest, static_cast<T*>(scratch));
+  work.tile =
+      RowTile<Work::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, first_row);
+  const auto& tile = work.tile;
+  T* out_t = work.end_of_scratch;  // [Dv][rows], without - lse' ∘ O
+  set_to_zero(out_t, p.value_dim * Work::kRows);
+  alignas(64) T lse_t[Work::kRows] = {};
+
+  const KeyRange range = work.keys_of_rows();
+  const bool keys_move = work.scores_move() || along.value.data != nullptr;
+  if (keys_move && !range.empty()) {
+    work.load_rows();
+    for (int64_t n = first_of_eight(range.begin); n < range.end; n += Work::kBlockKeys) {
+      const int block =
+          range.end - n < Work::kBlockKeys ? static_cast<int>(range.end - n) : Work::kBlockKeys;
+      const TileState state = work.load_block(n, block);
+      if (state == TileState::kEmpty) continue;
+      work.for_each_pair(
+          state, block,
+          [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
+              __attribute__((always_inline)) {
+                const auto weighted = weight * score_t;
+                T* sum = lse_t + v * S::kWidth;
+                S::store(sum, S::load(sum) + weighted);
+                S::store(work.p_tile + at, dropped(weight));
+                S::store(work.scores_t + at, dropped(weighted));
+              });
+      if (work.scores_move()) {
+        work.add_product(state, block, p.value_dim, p.value, n, work.scores_t, out_t);
+      }
+      if (along.value.data != nullptr) {
+        work.add_product(state, block, p.value_dim, along.value, n, work.p_tile, out_t);
+      }
+    }
+  }
+
+  for (int r = 0; r < tile.rows; ++r) {
+    const int64_t scalar = tile.scalar(p, r);
+    if (along.sinks.data != nullptr) {
+      const T weight =
+          sink_weight(tile.number_of_head(p.sinks, r), params.lse[scalar], params.lse_rest[scalar]);
+      lse_t[r] += weight * tile.number_of_head(along.sinks, r);
+    }
+    params.lse_t[scalar] = lse_t[r];
+    const T* out = tile.row(params.out, r);
+    T* to = tile.row(params.out_t, r);
+    for (int64_t d = 0; d < p.value_dim; ++d) {
+      to[d * params.out_t.column_stride] = out_t[d * Work::kRows + r] - lse_t[r] * out[d];
+    }
+  }
+}
+
+}  // namespace qkv::kernels::QKV_ISA

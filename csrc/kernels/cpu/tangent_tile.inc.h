@@ -1,0 +1,264 @@
+#pragma once
+
+#include "kernels/band.h"
+#include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/dropout_tile.inc.h"
+#include "kernels/cpu/mask_tile.inc.h"
+#include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/non_finite.inc.h"
+#include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/score_tile.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
+
+// P and S' of one tile of rows and one block of keys: the common part of the derivatives along
+// directions Q', K', mask', slope' (a prime is a derivative along them).
+//
+//     U  = scale · K Qᵀ                       S  = f(U)  + mask  - slope  · dist     f = softcap
+//     U' = scale · (K Q'ᵀ + K' Qᵀ)            S' = f'(U) U' + mask' - slope' · dist
+//     P  = exp(S - lse)                       and, for f itself, (f'(U))' = f''(U) U'
+//
+//              rows (lanes) ->
+//     Qᵀ   D  [ ............ ]  scale folded in
+//     Q'ᵀ  D  [ ............ ]  likewise
+//     S  keys [ ............ ]  then P
+//     S' keys [ ............ ]
+
+namespace qkv::kernels::QKV_ISA {
+
+/// Takes all pairs of a tile, or those that are marked and 0 for the others, times a factor.
+template <class T>
+struct AllPairs {
+  QKV_INLINE typename Simd<T>::Number operator()(typename Simd<T>::Number x) const { return x; }
+};
+template <class T>
+struct MarkedPairs {
+  typename Simd<T>::Mask marked;
+  typename Simd<T>::Number factor;
+  QKV_INLINE typename Simd<T>::Number operator()(typename Simd<T>::Number x) const {
+    return Simd<T>::select(marked, x * factor, Simd<T>::zero());
+  }
+};
+
+/// There is one width, however few rows there are; but vectors without a row cost nothing.
+template <class T>
+struct TangentTile {
+  using S = Simd<T>;
+  using Number = typename S::Number;
+  static constexpr int kVectors = kBackwardVectors;
+  static constexpr int kRows = kVectors * S::kWidth;
+  static constexpr int kPieceVectors = kVectors / 2;  // of a product: what registers hold
+  static constexpr int kPiece = kPieceVectors * S::kWidth;
+  static constexpr int kBlockKeys = kBackwardBlockKeys;
+  static constexpr int64_t kTile = kBlockKeys * kRows;
+
+  const Problem<T>& p;
+  const Directions<T>& along;
+  const T* lse_of_rows;
+  const T* lse_rest_of_rows;
+  RowTile<kRows> tile;
+  T* query;         // [D][rows]
+  T* query_t;       // [D][rows], Q'
+  T* p_tile;        // [keys][rows]
+  T* scores_t;      // [keys][rows], S'
+  T* cap_slopes;    // [keys][rows], f'(U)
+  T* cap_slopes_t;  // [keys][rows], its derivative f''(U) U'
+  MaskTile<T, kRows> mask;
+  uint8_t* stays;  // R != 0
+  AlibiTile<T, kVectors> alibi;
+  T* end_of_scratch;
+  alignas(64) T lse[kRows];
+  alignas(64) T lse_rest[kRows];
+  alignas(64) T slope_t[kRows];
+
+  static int64_t scratch_numbers(const Problem<T>& p) {
+    const int64_t tiles = p.softcap != T(0) ? 5 : 3;
+    return 2 * p.head_dim * kRows + tiles * kTile + kTile / 8;
+  }
+
+  TangentTile(const Problem<T>& problem, const Directions<T>& directions, const T* lse_numbers,
+              const T* lse_rest_numbers, T* scratch)
+      : p(problem),
+        along(directions),
+        lse_of_rows(lse_numbers),
+        lse_rest_of_rows(lse_rest_numbers) {
+    query = scratch;
+    query_t = query + p.head_dim * kRows;
+    p_tile = query_t + p.head_dim * kRows;
+    scores_t = p_tile + kTile;
+    mask.bias = scores_t + kTile;
+    cap_slopes = mask.bias + kTile;
+    cap_slopes_t = cap_slopes + kTile;
+    T* end_of_tiles = p.softcap != T(0) ? cap_slopes_t + kTile : cap_slopes;
+    mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
+    stays = mask.bits + kTile / 8;
+    end_of_scratch = scratch + scratch_numbers(p);
+  }
+
+  static int64_t tiles_of_head(const Problem<T>& p) {
+    return (rows_of_kv_head(p) + kRows - 1) / kRows;
+  }
+
+  /// Whether there is an S'.
+  bool scores_move() const {
+    return along.query.data != nullptr || along.key.data != nullptr ||
+           along.attn_mask.data != nullptr || along.alibi_slopes.data != nullptr;
+  }
+
+  int vectors() const { return (tile.rows + S::kWidth - 1) / S::kWidth; }
+
+  KeyRange keys_of_rows() const {
+    return keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
+  }
+
+  void load_rows() {
+    alibi.load(p, tile);
+    tile.pack_transposed(p.query, p.head_dim, p.scale, query);
+    if (along.query.data != nullptr) {
+      tile.pack_transposed(along.query, p.head_dim, p.scale, query_t);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const bool has_row = r < tile.rows;
+      const int64_t scalar = has_row ? tile.scalar(p, r) : 0;
+      // A lane without a row gets lse = inf, hence P = 0; and so does a row that keeps nothing.
+      const bool keeps = has_row && lse_of_rows[scalar] != -static_cast<T>(__builtin_inff());
+      lse[r] = keeps ? lse_of_rows[scalar] : static_cast<T>(__builtin_inff());
+      lse_rest[r] = keeps ? lse_rest_of_rows[scalar] : T(0);
+      slope_t[r] = has_row && along.alibi_slopes.data != nullptr
+                       ? tile.number_of_head(along.alibi_slopes, r)
+                       : T(0);
+    }
+  }
+
+  /// S and S' of the keys first_key .. first_key + keys; for_each_pair makes P of S.
+  TileState load_block(int64_t first_key, int keys) {
+    const TileState state = mask.load(p, tile, first_key, keys);
+    if (state == TileState::kEmpty) return state;
+    const int64_t size = static_cast<int64_t>(keys) * kRows;
+    product(keys, p.head_dim, p.key, first_key, query, p_tile);
+    if (along.query.data != nullptr) {
+      product(keys, p.head_dim, p.key, first_key, query_t, scores_t);
+    } else {
+      set_to_zero(scores_t, size);
+    }
+    if (along.key.data != nullptr) {
+      product(keys, p.head_dim, along.key, first_key, query, scores_t, /*add=*/true);
+    }
+    if (p.softcap != T(0)) {
+      cap_scores<T, kVectors, kRows>(p.softcap, keys, p_tile, cap_slopes);
+      move_through_softcap(size);
+    }
+    if (mask.has_bias(p)) add_bias<T, kVectors, kRows>(mask.bias, keys, p_tile);
+    if (p.alibi_slopes.data != nullptr) alibi.template add<kVectors>(first_key, keys, 0, p_tile);
+    if (along.attn_mask.data != nullptr) add_mask_t(first_key, keys);
+    if (along.alibi_slopes.data != nullptr) {
+      alibi.for_each_distance(
+          first_key, keys, [&](int k, int v, Number distance) __attribute__((always_inline)) {
+            T* moved = scores_t + k * kRows + v * S::kWidth;
+            const auto slope = S::load(slope_t + v * S::kWidth);
+            S::store(moved, S::fma(S::zero() - slope, distance, S::load(moved)));
+          });
+    }
+    if (p.dropout.threshold != 0) load_dropout<kRows>(p.dropout, tile, first_key, keys, stays);
+    return state;
+  }
+
+  /// f(at, v, kept, dropped, P, S') for the pairs at offset `at` of a tile, in vector v of the
+  /// rows. kept(x) is 0 for a pair that is not kept, as x may be NaN there (P and S' are 0
+  /// already); dropped(x) is R ∘ x.
+  template <class F>
+  void for_each_pair(TileState state, int keys, F f) {
+    const bool partial = state == TileState::kPartial;
+    if (p.dropout.threshold == 0) {
+      partial ? for_each_pair<true, false>(keys, f) : for_each_pair<false, false>(keys, f);
+    } else {
+      partial ? for_each_pair<true, true>(keys, f) : for_each_pair<false, true>(keys, f);
+    }
+  }
+
+  /// c[keys][rows] (+)= a bᵀ for the rows first_key .. of a; b is [depth][rows].
+  void product(int keys, int64_t depth, const Operand<const T>& a, int64_t first_key, const T* b,
+               T* c, bool add = false) const {
+    const T* rows = tile.keys_of_head(a) + first_key * a.row_stride;
+    for (int r = 0; r < tile.rows; r += kPiece) {
+      product_of_piece(keys, depth, rows, a.row_stride, b + r, c + r, add);
+    }
+  }
+
+  /// c[width][rows] += aᵀ b for the rows first_key .. of a; b is [keys][rows].
+  void add_product(TileState state, int keys, int64_t width, const Operand<const T>& a,
+                   int64_t first_key, const T* b, T* c) const {
+    const T* rows = tile.keys_of_head(a) + first_key * a.row_stride;
+    if (state == TileState::kPartial && !all_finite<T>(rows, a.row_stride, keys, width)) {
+      multiply_add_kept_keys<T, kVectors>(keys, width, rows, a.row_stride, b, mask.bits, c);
+      return;
+    }
+    for (int r = 0; r < tile.rows; r += kPiece) {
+      multiply_add<T, kPieceVectors>(width, keys, rows, UnitStride{}, a.row_stride, b + r, kRows,
+                                     c + r, kRows);
+    }
+  }
+
+ private:
+  static void product_of_piece(int keys, int64_t depth, const T* a, int64_t a_row, const T* b, T* c,
+                               bool add) {
+    tile_product<T, S::kBroadcastRows, kPieceVectors>(
+        0, keys, depth, a, a_row, UnitStride{}, b, kRows,
+        [=](int64_t k, int v) __attribute__((always_inline)) {
+          return add ? S::load(c + k * kRows + v * S::kWidth) : S::zero();
+        },
+        [=](int64_t k, int v, Number x)
+            __attribute__((always_inline)) { S::store(c + k * kRows + v * S::kWidth, x); });
+  }
+
+  /// scores_t: U' -> f'(U) U', and cap_slopes_t = f''(U) U' with f'' = -2 / c² · f · f'.
+  void move_through_softcap(int64_t size) {
+    const auto factor = S::set(T(-2) / p.softcap), inverse = S::set(T(1) / p.softcap);
+    for (int64_t x = 0; x < size; x += S::kWidth) {
+      const auto moved = S::load(cap_slopes + x) * S::load(scores_t + x);
+      S::store(scores_t + x, moved);
+      S::store(cap_slopes_t + x, factor * (S::load(p_tile + x) * inverse) * moved);
+    }
+  }
+
+  void add_mask_t(int64_t first_key, int keys) {
+    const int64_t step = along.attn_mask.column_stride;
+    for (int r = 0; r < tile.rows; ++r) {
+      const T* row = tile.row(along.attn_mask, r) + first_key * step;
+      for (int k = 0; k < keys; ++k) scores_t[k * kRows + r] += row[k * step];
+    }
+  }
+
+  template <bool kMasked, bool kDropout, class F>
+  void for_each_pair(int keys, F f) {
+    const auto scale = S::set(dropout_scale<T>(p.dropout)), one = S::set(T(1));
+    for (int v = 0; v < vectors(); ++v) {
+      const auto row_lse = S::load(lse + v * S::kWidth);
+      const auto row_rest = S::load(lse_rest + v * S::kWidth);
+      for (int k = 0; k < keys; ++k) {
+        const int at = k * kRows + v * S::kWidth;
+        const int byte = k / 8 * kRows + v * S::kWidth;
+        const auto marked = [&](const uint8_t* bits, Number factor) __attribute__((always_inline)) {
+          return MarkedPairs<T>{S::bit_of_bytes(bits + byte, k % 8), factor};
+        };
+        // As in the backward: rounding can leave a score of 1e8 above its lse.
+        const auto below = S::minimum(S::zero(), S::load(p_tile + at) - row_lse - row_rest);
+        const auto weight = exp_of_nonpositive<T>(below);
+        const auto moved = S::load(scores_t + at);
+        const auto with = [&](auto kept) __attribute__((always_inline)) {
+          if constexpr (kDropout) {
+            f(at, v, kept, marked(stays, scale), kept(weight), kept(moved));
+          } else {
+            f(at, v, kept, AllPairs<T>{}, kept(weight), kept(moved));
+          }
+        };
+        if constexpr (kMasked) {
+          with(marked(mask.bits, one));
+        } else {
+          with(AllPairs<T>{});
+        }
+      }
+    }
+  }
+};
+
+}  // namespace qkv::kernels::QKV_ISA
