@@ -66,13 +66,17 @@ def forward_mode(sample, along):
         return [forward_ad.unpack_dual(x).tangent for x in results]
 
 
-def check(entry, dtype, tolerance):
+def problem(entry, dtype):
+    """A sample, the same in float64, and what is derived along: numbers of dtype, all of them."""
     sample = samples.make(entry, dtype).requires_grad()
     exact = sample.to(torch.float64).requires_grad()
     incoming, along = directions(exact)
-    # Rounded, so that all start from the same numbers.
     incoming = [x.to(dtype).double() for x in incoming]
-    along = {n: x.to(dtype).double() for n, x in along.items()}
+    return sample, exact, incoming, {n: x.to(dtype).double() for n, x in along.items()}
+
+
+def check(entry, dtype, tolerance):
+    sample, exact, incoming, along = problem(entry, dtype)
     expected = double_backward(definition.attention, exact, incoming, along)
     actual = double_backward(qkv.attention_with_lse, sample, incoming, along)
     for name, e in expected.items():
@@ -82,9 +86,7 @@ def check(entry, dtype, tolerance):
     out_t, lse_t = forward_mode(sample, along)
     assert_near("output_t", out_t, expected["grad_output"], tolerance)
     empty = exact.call(definition.attention)[1].isinf()
-    assert_near(
-        "logsumexp_t", lse_t.masked_fill(empty, 0.0), expected["grad_logsumexp"], tolerance
-    )
+    assert_near("logsumexp_t", lse_t.masked_fill(empty, 0.0), expected["grad_logsumexp"], tolerance)
 
 
 @samples.parametrize(large=False, empty=False)
@@ -96,3 +98,24 @@ def test_small_float32(entry):
 @pytest.mark.parametrize("name", LARGE)
 def test_many_tiles(name, dtype):
     check(samples.entry(name), dtype, 50 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "gqa_causal", "everything", "softcap_alibi_sinks", "dropout_softcap_alibi_sinks"],
+)
+def test_half_types(name, dtype):
+    """At most twice the error of PyTorch operations of the same dtype, as test_half_types.py."""
+    sample, exact, incoming, along = problem(samples.entry(name), dtype)
+    expected = double_backward(definition.attention, exact, incoming, along)
+    actual = double_backward(qkv.attention_with_lse, sample, incoming, along)
+    same_dtype = double_backward(definition.attention, sample, incoming, along)
+    actual["output_t"], actual["logsumexp_t"] = forward_mode(sample, along)
+    for name, a in actual.items():
+        of = {"output_t": "grad_output", "logsumexp_t": "grad_logsumexp"}.get(name, name)
+        error, of_same_dtype, of_rounding = (
+            (x.double() - expected[of]).abs().max().item()
+            for x in (a, same_dtype[of], expected[of].to(dtype))
+        )
+        assert error <= max(2 * of_same_dtype, of_rounding) + 1e-6, name

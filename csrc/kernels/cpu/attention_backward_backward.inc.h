@@ -65,7 +65,7 @@ struct BackwardTangentTile : TangentTile<T> {
   /// Whether there is a P'.
   bool weights_move() const { return this->scores_move() || along.sinks.data != nullptr; }
 
-  void load_rows() {
+  QKV_ONE_COPY void load_rows() {
     Base::load_rows();
     const BackwardParams<T>& backward = second.backward;
     tile.pack_transposed(backward.grad_out, p.value_dim, T(1), grad_out);
@@ -80,7 +80,7 @@ struct BackwardTangentTile : TangentTile<T> {
     }
   }
 
-  TileState load_block(int64_t first_key, int keys) {
+  QKV_ONE_COPY TileState load_block(int64_t first_key, int keys) {
     const TileState state = Base::load_block(first_key, keys);
     if (state == TileState::kEmpty) return state;
     const int64_t size = static_cast<int64_t>(keys) * kRows;

@@ -25,6 +25,9 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+// Compiled once, however many callers there are: the compiler would copy it into each.
+#define QKV_ONE_COPY __attribute__((noinline))
+
 /// Takes all pairs of a tile, or those that are marked and 0 for the others, times a factor.
 template <class T>
 struct AllPairs {
@@ -110,7 +113,7 @@ struct TangentTile {
     return keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
   }
 
-  void load_rows() {
+  QKV_ONE_COPY void load_rows() {
     alibi.load(p, tile);
     tile.pack_transposed(p.query, p.head_dim, p.scale, query);
     if (along.query.data != nullptr) {
@@ -130,7 +133,7 @@ struct TangentTile {
   }
 
   /// S and S' of the keys first_key .. first_key + keys; for_each_pair makes P of S.
-  TileState load_block(int64_t first_key, int keys) {
+  QKV_ONE_COPY TileState load_block(int64_t first_key, int keys) {
     const TileState state = mask.load(p, tile, first_key, keys);
     if (state == TileState::kEmpty) return state;
     const int64_t size = static_cast<int64_t>(keys) * kRows;
@@ -176,17 +179,25 @@ struct TangentTile {
   }
 
   /// c[keys][rows] (+)= a bᵀ for the rows first_key .. of a; b is [depth][rows].
-  void product(int keys, int64_t depth, const Operand<const T>& a, int64_t first_key, const T* b,
-               T* c, bool add = false) const {
+  QKV_ONE_COPY void product(int keys, int64_t depth, const Operand<const T>& a, int64_t first_key,
+                            const T* b, T* c, bool add = false) const {
     const T* rows = tile.keys_of_head(a) + first_key * a.row_stride;
     for (int r = 0; r < tile.rows; r += kPiece) {
-      product_of_piece(keys, depth, rows, a.row_stride, b + r, c + r, add);
+      const T* b_r = b + r;
+      T* c_r = c + r;
+      tile_product<T, S::kBroadcastRows, kPieceVectors>(
+          0, keys, depth, rows, a.row_stride, UnitStride{}, b_r, kRows,
+          [=](int64_t k, int v) __attribute__((always_inline)) {
+            return add ? S::load(c_r + k * kRows + v * S::kWidth) : S::zero();
+          },
+          [=](int64_t k, int v, Number x)
+              __attribute__((always_inline)) { S::store(c_r + k * kRows + v * S::kWidth, x); });
     }
   }
 
   /// c[width][rows] += aᵀ b for the rows first_key .. of a; b is [keys][rows].
-  void add_product(TileState state, int keys, int64_t width, const Operand<const T>& a,
-                   int64_t first_key, const T* b, T* c) const {
+  QKV_ONE_COPY void add_product(TileState state, int keys, int64_t width, const Operand<const T>& a,
+                                int64_t first_key, const T* b, T* c) const {
     const T* rows = tile.keys_of_head(a) + first_key * a.row_stride;
     if (state == TileState::kPartial && !all_finite<T>(rows, a.row_stride, keys, width)) {
       multiply_add_kept_keys<T, kVectors>(keys, width, rows, a.row_stride, b, mask.bits, c);
@@ -199,17 +210,6 @@ struct TangentTile {
   }
 
  private:
-  static void product_of_piece(int keys, int64_t depth, const T* a, int64_t a_row, const T* b, T* c,
-                               bool add) {
-    tile_product<T, S::kBroadcastRows, kPieceVectors>(
-        0, keys, depth, a, a_row, UnitStride{}, b, kRows,
-        [=](int64_t k, int v) __attribute__((always_inline)) {
-          return add ? S::load(c + k * kRows + v * S::kWidth) : S::zero();
-        },
-        [=](int64_t k, int v, Number x)
-            __attribute__((always_inline)) { S::store(c + k * kRows + v * S::kWidth, x); });
-  }
-
   /// scores_t: U' -> f'(U) U', and cap_slopes_t = f''(U) U' with f'' = -2 / c² · f · f'.
   void move_through_softcap(int64_t size) {
     const auto factor = S::set(T(-2) / p.softcap), inverse = S::set(T(1) / p.softcap);
