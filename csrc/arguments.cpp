@@ -46,7 +46,11 @@ void check_window(const char* op, const Arguments& a) {
   if (!a.window) return;
   TORCH_CHECK_VALUE(a.window->size() == 2, op,
                     ": window must be two numbers, (left, right), but has ", a.window->size());
-  TORCH_CHECK_VALUE((*a.window)[0] >= -1 && (*a.window)[1] >= -1, op,
+  // Of a traced number that nobody knows yet, this becomes a check at run time.
+  const auto is_bound = [](const SymInt& x) {
+    return x.sym_ge(-1).expect_true(__FILE__, __LINE__);
+  };
+  TORCH_CHECK_VALUE(is_bound((*a.window)[0]) && is_bound((*a.window)[1]), op,
                     ": window must be (left, right) with both >= 0, or -1 for unbounded, but is (",
                     (*a.window)[0], ", ", (*a.window)[1], ")");
 }
@@ -145,9 +149,7 @@ Call checked_call(const char* op, const Arguments& given_arguments) {
   call.operands.sinks = a.sinks;
   call.operands.key_mask =
       a.key_mask && a.key_mask->dim() == 0 ? a.key_mask->unsqueeze(0) : a.key_mask;
-  const int64_t head_dim = a.query.sym_size(-1).guard_int(__FILE__, __LINE__);
-  call.operands.scale =
-      a.scale.value_or(head_dim == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(head_dim)));
+  call.operands.scale = a.scale;
   call.operands.softcap = a.softcap;
   call.operands.dropout_p = a.dropout_p;
   call.operands.band = band_of(a);

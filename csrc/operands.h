@@ -14,7 +14,7 @@ namespace qkv {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-/// What the internal operators compute on: checked, with every default filled in.
+/// What the internal operators compute on: checked, with every default filled in but the scale's.
 ///
 /// query (batch.., Hq, M, D), key (batch.., Hkv, N, D), value (batch.., Hkv, N, Dv) with equal
 /// batch dimensions, broadcast ones expanded to stride 0. Hkv divides Hq. attn_mask broadcasts to
@@ -29,7 +29,7 @@ struct Operands {
   OptionalTensor sinks;
   OptionalTensor key_mask;
   OptionalTensor dropout_seed;
-  double scale = 1.0;
+  std::optional<double> scale;  // see scale_of
   double softcap = 0.0;
   double dropout_p = 0.0;
   std::vector<c10::SymInt> band;  // left, right (-1 = unbounded), query_offset
@@ -47,6 +47,15 @@ struct Operands {
     return {*t[0], *t[1], *t[2], t[3], t[4], t[5], t[6], t[7], scale, softcap, dropout_p, band};
   }
 };
+
+/// The factor on the scores. Its default depends on the head dim, which may be symbolic while a
+/// graph is traced: computed no sooner than here, it leaves one graph for all.
+inline at::Scalar scale_of(const Operands& x) {
+  if (x.scale) return *x.scale;
+  const c10::SymInt head_dim = x.query.sym_size(-1);
+  if (head_dim == 0) return 1.0;
+  return c10::SymFloat(1.0) / static_cast<c10::SymFloat>(head_dim).sqrt();
+}
 
 /// Dropout's probability as the number that 16 random bits are compared with.
 inline int64_t dropout_threshold(double p) { return std::llround(p * 65536.0); }
@@ -76,7 +85,8 @@ class InternalOp<Result(const Operands&, Rest...)> {
  private:
   using Flat = Result(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                      const OptionalTensor&, double, double, double, c10::SymIntArrayRef, Rest...);
+                      const OptionalTensor&, std::optional<double>, double, double,
+                      c10::SymIntArrayRef, Rest...);
   c10::TypedOperatorHandle<Flat> handle_;
 };
 
@@ -88,8 +98,8 @@ struct FlatKernel<kKernel> {
   static Result call(const Tensor& query, const Tensor& key, const Tensor& value,
                      const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes,
                      const OptionalTensor& sinks, const OptionalTensor& key_mask,
-                     const OptionalTensor& dropout_seed, double scale, double softcap,
-                     double dropout_p, c10::SymIntArrayRef band, Rest... rest) {
+                     const OptionalTensor& dropout_seed, std::optional<double> scale,
+                     double softcap, double dropout_p, c10::SymIntArrayRef band, Rest... rest) {
     return kKernel({query, key, value, attn_mask, alibi_slopes, sinks, key_mask, dropout_seed,
                     scale, softcap, dropout_p, band.vec()},
                    rest...);
@@ -103,8 +113,8 @@ struct FlatKernel<kKernel> {
                      const Tensor& value, const OptionalTensor& attn_mask,
                      const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
                      const OptionalTensor& key_mask, const OptionalTensor& dropout_seed,
-                     double scale, double softcap, double dropout_p, c10::SymIntArrayRef band,
-                     Rest... rest) {
+                     std::optional<double> scale, double softcap, double dropout_p,
+                     c10::SymIntArrayRef band, Rest... rest) {
     return kKernel(keys,
                    {query, key, value, attn_mask, alibi_slopes, sinks, key_mask, dropout_seed,
                     scale, softcap, dropout_p, band.vec()},

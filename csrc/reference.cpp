@@ -72,7 +72,12 @@ at::ScalarType accumulate_type(const Tensor& x) {
 
 Tensor for_query_heads(const Tensor& x, const Operands& operands) {
   const c10::SymInt heads = operands.query.sym_size(-3);
-  return x.sym_size(-3) == heads ? x : x.repeat_interleave_symint(heads / x.sym_size(-3), -3);
+  const c10::SymInt kv_heads = x.sym_size(-3);
+  if (kv_heads == heads) return x;
+  // repeat_interleave would fix the number of heads in a graph that is traced.
+  auto sizes = x.sym_sizes().vec();
+  sizes.insert(sizes.end() - 2, heads / kv_heads);
+  return x.unsqueeze(-3).expand_symint(sizes).flatten(-4, -3);
 }
 
 Tensor kept_pairs(const Operands& x) {
@@ -105,7 +110,7 @@ Tensor capped_products(const Operands& x) {
   const auto real = accumulate_type(x.query);
   const Tensor key = for_query_heads(x.key, x).to(real);
   const Tensor products =
-      product_of_rows_and_columns(x.query.to(real) * x.scale, key.transpose(-2, -1));
+      product_of_rows_and_columns(x.query.to(real) * scale_of(x), key.transpose(-2, -1));
   return x.softcap == 0.0 ? products : at::tanh(products / x.softcap) * x.softcap;
 }
 

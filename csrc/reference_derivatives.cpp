@@ -20,6 +20,7 @@ namespace {
 struct Recomputed {
   const Operands& x;
   at::ScalarType real;
+  at::Scalar scale;
   Tensor query, key, value;
   reference::Softmax softmax;
   Tensor cap_slope;      // softcap'(U), undefined without a softcap
@@ -27,7 +28,10 @@ struct Recomputed {
   Tensor factors;        // R, undefined without dropout
 
   explicit Recomputed(const Operands& operands)
-      : x(operands), real(reference::accumulate_type(x.query)), query(x.query.to(real)) {
+      : x(operands),
+        real(reference::accumulate_type(x.query)),
+        scale(scale_of(x)),
+        query(x.query.to(real)) {
     key = for_query_heads(x.key);
     value = for_query_heads(x.value);
     softmax = reference::softmax(x);
@@ -91,9 +95,9 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tangents& tangents) {
   const Recomputed r(x);
   const Tensor& p = r.softmax.weights;
   Tensor scores_t = at::zeros_like(p);
-  if (query_t) scores_t = scores_t + r.capped(r.pairs(query_t->to(r.real) * x.scale, r.key));
+  if (query_t) scores_t = scores_t + r.capped(r.pairs(query_t->to(r.real) * r.scale, r.key));
   if (key_t) {
-    scores_t = scores_t + r.capped(r.pairs(r.query * x.scale, r.for_query_heads(*key_t)));
+    scores_t = scores_t + r.capped(r.pairs(r.query * r.scale, r.for_query_heads(*key_t)));
   }
   if (attn_mask_t) scores_t = scores_t + r.mask_pairs(*attn_mask_t);
   if (alibi_slopes_t) scores_t = scores_t - r.slope_pairs(*alibi_slopes_t);
@@ -126,11 +130,11 @@ TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad
   Tensor au, a, b, ggq, ggk, ggv;
   if (grad_grad_query) {
     ggq = grad_grad_query->to(r.real);
-    add(au, r.pairs(ggq * x.scale, r.key));
+    add(au, r.pairs(ggq * r.scale, r.key));
   }
   if (grad_grad_key) {
     ggk = r.for_query_heads(*grad_grad_key);
-    add(au, r.pairs(r.query * x.scale, ggk));
+    add(au, r.pairs(r.query * r.scale, ggk));
   }
   if (au.defined()) add(a, r.capped(au));
   if (grad_grad_attn_mask) add(a, r.mask_pairs(*grad_grad_attn_mask));
@@ -168,12 +172,12 @@ TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad
   if (needs[2]) {
     grads[2] = r.over_keys(cot_u, r.key);
     if (ggk.defined()) add(grads[2], r.over_keys(du, ggk));
-    grads[2] = (grads[2] * x.scale).to(x.query.scalar_type());
+    grads[2] = (grads[2] * r.scale).to(x.query.scalar_type());
   }
   if (needs[3]) {
     grads[3] = r.over_queries(cot_u, r.query);
     if (ggq.defined()) add(grads[3], r.over_queries(du, ggq));
-    grads[3] = (r.for_kv_heads(grads[3]) * x.scale).to(x.key.scalar_type());
+    grads[3] = (r.for_kv_heads(grads[3]) * r.scale).to(x.key.scalar_type());
   }
   if (needs[4]) {
     grads[4] = r.for_kv_heads(r.over_queries(cot_dp, d_out)).to(x.value.scalar_type());

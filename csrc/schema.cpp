@@ -44,7 +44,7 @@ TORCH_LIBRARY(qkv, m) {
 
   const std::string operands =
       "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, "
-      "Tensor? sinks, Tensor? key_mask, Tensor? dropout_seed, float scale, float softcap, "
+      "Tensor? sinks, Tensor? key_mask, Tensor? dropout_seed, float? scale, float softcap, "
       "float dropout_p, SymInt[] band";
 
   const auto define = [&](const std::string& name, const std::string& rest) {

@@ -49,7 +49,8 @@ class OperandsNode : public Node {
  public:
   void save_operands(const Operands& x) {
     for (const OptionalTensor& t : x.tensors()) saved_.emplace_back(t, false);
-    scalars_ = {x.scale, x.softcap, x.dropout_p};
+    scale_ = x.scale;
+    scalars_ = {x.softcap, x.dropout_p};
     band_ = x.band;
   }
   void save(const OptionalTensor& x, bool is_output) { saved_.emplace_back(x, is_output); }
@@ -58,7 +59,7 @@ class OperandsNode : public Node {
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    return compute(grads, unpacked(), scalars_, band_, needs());
+    return compute(grads, unpacked(), scale_, scalars_, band_, needs());
   }
 
   void release_variables() override {
@@ -68,6 +69,7 @@ class OperandsNode : public Node {
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     for (size_t i = 0; i < saved_.size(); ++i) args.collect(saved_[i], is_output(i));
+    args.collect(scale_);
     for (const double scalar : scalars_) args.collect(scalar);
     args.collect(band_);
   }
@@ -76,10 +78,12 @@ class OperandsNode : public Node {
                                  torch::dynamo::autograd::SwapSavedVariables& saved) override {
     using namespace torch::dynamo::autograd;
     for (SavedVariable& x : saved_) saved.before(x);
+    saved.before(scale_);
     for (double& scalar : scalars_) saved.before(scalar);
     saved.before(band_);
     PackedArgs packed;
     packed.pack(unpacked());
+    packed.pack(scale_);
     packed.pack(scalars_);
     packed.pack(band_);
     packed.pack(needs());
@@ -96,6 +100,7 @@ class OperandsNode : public Node {
     auto result = compiler->call_function(saved.get_py_compiler(), "apply_functional", function,
                                           grads, arguments, metadata);
     for (SavedVariable& x : saved_) saved.after(x);
+    saved.after(scale_);
     for (double& scalar : scalars_) saved.after(scalar);
     saved.after(band_);
     return result;
@@ -121,15 +126,16 @@ class OperandsNode : public Node {
   }
 
   static variable_list compute(const variable_list& grads, const std::vector<Tensor>& saved,
-                               const std::vector<double>& scalars,
+                               std::optional<double> scale, const std::vector<double>& scalars,
                                const std::vector<c10::SymInt>& band,
                                const std::vector<bool>& needs) {
     bool any_gradient = false;
     for (const Tensor& grad : grads) any_gradient |= grad.defined();
     if (!any_gradient) return variable_list(Derived::kGradients);
-    const Operands x{saved[0],           saved[1],           saved[2],           optional(saved[3]),
-                     optional(saved[4]), optional(saved[5]), optional(saved[6]), optional(saved[7]),
-                     scalars[0],         scalars[1],         scalars[2],         band};
+    const Operands x{saved[0],           saved[1],           saved[2],
+                     optional(saved[3]), optional(saved[4]), optional(saved[5]),
+                     optional(saved[6]), optional(saved[7]), scale,
+                     scalars[0],         scalars[1],         band};
     return Derived::gradients(grads, x, {saved.begin() + Operands::kTensors, saved.end()}, needs);
   }
 
@@ -137,14 +143,16 @@ class OperandsNode : public Node {
                                       const std::vector<c10::IValue>& arguments) {
     torch::dynamo::autograd::PackedArgs packed(arguments);
     const auto saved = packed.unpack<std::vector<Tensor>>();
+    const auto scale = packed.unpack<std::optional<double>>();
     const auto scalars = packed.unpack<std::vector<double>>();
     const auto band = packed.unpack<std::vector<c10::SymInt>>();
     const auto needs = packed.unpack<std::vector<bool>>();
-    return compute(grads, saved, scalars, band, needs);
+    return compute(grads, saved, scale, scalars, band, needs);
   }
 
   std::vector<SavedVariable> saved_;
-  std::vector<double> scalars_;  // scale, softcap, dropout_p
+  std::optional<double> scale_;
+  std::vector<double> scalars_;  // softcap, dropout_p
   std::vector<c10::SymInt> band_;
 };
 

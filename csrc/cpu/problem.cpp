@@ -92,7 +92,7 @@ template <class T>
 void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& batch) {
   problem = sizes_of<T>(x);
   problem.key_value_storage = storage(x.key.scalar_type());
-  problem.scale = static_cast<T>(x.scale);
+  problem.scale = scale_of(x).to<T>();
   // Neither the softcap nor its inverse may overflow T; beyond, it makes no difference.
   const double smallest = std::numeric_limits<T>::min(), largest = 1.0 / (16 * smallest);
   problem.softcap =
