@@ -1,5 +1,6 @@
 #pragma once
 
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/torch.h>
 
 #include <functional>
@@ -83,26 +84,75 @@ inline std::string first_order(const Function& f, const std::vector<Tensor>& inp
   return "";
 }
 
+/// As first_order, for forward mode: the derivative along one random direction of all inputs.
+inline std::string forward_mode(const Function& f, const std::vector<Tensor>& inputs,
+                                const Options& options = {}) {
+  std::vector<Tensor> tangents, duals;
+  for (const Tensor& x : inputs) tangents.push_back(torch::randn_like(x).detach());
+  const auto level = torch::autograd::ForwardADLevel::get_next_idx();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    duals.push_back(at::_make_dual(inputs[i].detach(), tangents[i], static_cast<int64_t>(level)));
+  }
+  std::vector<Tensor> analytical;
+  for (const Tensor& output : f(duals)) {
+    const Tensor t = std::get<1>(at::_unpack_dual(output, static_cast<int64_t>(level)));
+    analytical.push_back((t.defined() ? t : torch::zeros_like(output)).detach().clone());
+  }
+  duals.clear();
+  torch::autograd::ForwardADLevel::release_idx(level);
+
+  const auto moved_by = [&](double step) {
+    std::vector<Tensor> moved;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      moved.push_back((inputs[i].detach() + step * tangents[i]).requires_grad_());
+    }
+    return f(moved);
+  };
+  const auto ahead = moved_by(options.step), behind = moved_by(-options.step);
+  for (size_t o = 0; o < ahead.size(); ++o) {
+    const Tensor numerical = ((ahead[o] - behind[o]) / (2 * options.step)).detach();
+    if (!torch::allclose(analytical[o], numerical, options.rtol, options.atol)) {
+      const double worst = (analytical[o] - numerical).abs().max().item<double>();
+      return "output " + std::to_string(o) + ": the derivatives differ by up to " +
+             std::to_string(worst);
+    }
+  }
+  return "";
+}
+
+/// The gradients of f, as a function of its inputs and then of the gradients of its outputs.
+inline Function gradients_of(const Function& f, size_t inputs) {
+  return [f, inputs](const std::vector<Tensor>& all) {
+    torch::AutoGradMode grad_mode(true);
+    std::vector<Tensor> x, wanted;
+    for (size_t i = 0; i < inputs; ++i) {
+      x.push_back(all[i].requires_grad() ? all[i] : all[i].view_as(all[i]).requires_grad_());
+    }
+    const std::vector<Tensor> grad_outputs(all.begin() + static_cast<int64_t>(inputs), all.end());
+    return torch::autograd::grad(f(x), x, grad_outputs, /*retain_graph=*/true,
+                                 /*create_graph=*/true);
+  };
+}
+
+/// The inputs of gradients_of(f): those of f, and random gradients of its outputs.
+inline std::vector<Tensor> extended(const Function& f, std::vector<Tensor> inputs) {
+  for (const Tensor& output : f(inputs)) {
+    inputs.push_back(
+        torch::randn_like(output, torch::MemoryFormat::Contiguous).detach().requires_grad_());
+  }
+  return inputs;
+}
+
 /// As first_order, of the gradients of f.
 inline std::string second_order(const Function& f, const std::vector<Tensor>& inputs,
                                 const Options& options = {}) {
-  std::vector<Tensor> extended = inputs;
-  for (const Tensor& output : f(inputs)) {
-    extended.push_back(
-        torch::randn_like(output, torch::MemoryFormat::Contiguous).detach().requires_grad_());
-  }
-  const Function gradients = [&](const std::vector<Tensor>& all) {
-    torch::AutoGradMode grad_mode(true);
-    const std::vector<Tensor> x(all.begin(), all.begin() + inputs.size());
-    const std::vector<Tensor> grad_outputs(all.begin() + inputs.size(), all.end());
-    std::vector<Tensor> wanted;
-    for (const Tensor& t : x) {
-      if (t.requires_grad()) wanted.push_back(t);
-    }
-    return torch::autograd::grad(f(x), wanted, grad_outputs, /*retain_graph=*/true,
-                                 /*create_graph=*/true);
-  };
-  return first_order(gradients, extended, options);
+  return first_order(gradients_of(f, inputs.size()), extended(f, inputs), options);
+}
+
+/// As forward_mode, of the gradients of f.
+inline std::string forward_over_reverse(const Function& f, const std::vector<Tensor>& inputs,
+                                        const Options& options = {}) {
+  return forward_mode(gradients_of(f, inputs.size()), extended(f, inputs), options);
 }
 
 }  // namespace gradcheck

@@ -85,7 +85,10 @@ TEST_P(AttentionSamples, OutputLiesAsTheQueryDoes) {
   }
 }
 
-std::string gradients_of(const Sample& s, bool second_order) {
+using Check = std::string(const gradcheck::Function&, const std::vector<Tensor>&,
+                          const gradcheck::Options&);
+
+std::string checked(Check check, const Sample& s) {
   std::vector<Tensor> inputs;
   const auto input = [&inputs](const Tensor& x) {
     inputs.push_back(x.detach().clone(torch::MemoryFormat::Contiguous).requires_grad_());
@@ -105,19 +108,26 @@ std::string gradients_of(const Sample& s, bool second_order) {
     const auto [out, lse] = called(moved);
     return std::vector<Tensor>{out, lse.masked_fill(lse.isinf(), 0.0)};
   };
-  return second_order ? gradcheck::second_order(f, inputs) : gradcheck::first_order(f, inputs);
+  return check(f, inputs, {});
 }
 
 class SmallSamples : public ::testing::TestWithParam<Sample> {};
 
-TEST_P(SmallSamples, GradientsOfFirstOrder) { EXPECT_EQ(gradients_of(GetParam(), false), ""); }
+TEST_P(SmallSamples, GradientsOfFirstOrder) {
+  EXPECT_EQ(checked(gradcheck::first_order, GetParam()), "");
+}
+
+TEST_P(SmallSamples, ForwardMode) { EXPECT_EQ(checked(gradcheck::forward_mode, GetParam()), ""); }
+
+TEST_P(SmallSamples, ForwardOverReverse) {
+  EXPECT_EQ(checked(gradcheck::forward_over_reverse, GetParam()), "");
+}
 
 // One of each kind; Python checks the whole table.
 class FewSamples : public ::testing::TestWithParam<Sample> {};
 
 TEST_P(FewSamples, GradientsOfSecondOrder) {
-  const AllowUnfused allow_unfused;
-  EXPECT_EQ(gradients_of(GetParam(), true), "");
+  EXPECT_EQ(checked(gradcheck::second_order, GetParam()), "");
 }
 
 const auto by_name = [](const auto& info) { return info.param.name; };

@@ -44,6 +44,8 @@ TEST(Gradcheck, AcceptsRightGradients) {
   };
   EXPECT_EQ(gradcheck::first_order(two_outputs, {input(), input()}), "");
   EXPECT_EQ(gradcheck::second_order(two_outputs, {input(), input()}), "");
+  EXPECT_EQ(gradcheck::forward_mode(two_outputs, {input(), input()}), "");
+  EXPECT_EQ(gradcheck::forward_over_reverse(two_outputs, {input(), input()}), "");
 }
 
 TEST(Gradcheck, CatchesAWrongGradient) {
@@ -53,6 +55,13 @@ TEST(Gradcheck, CatchesAWrongGradient) {
 TEST(Gradcheck, CatchesAWrongSecondGradient) {
   EXPECT_EQ(gradcheck::first_order(cube(1, 1.01), {input()}), "");
   EXPECT_NE(gradcheck::second_order(cube(1, 1.01), {input()}), "");
+}
+
+TEST(Gradcheck, CatchesAMissingTangent) {
+  const gradcheck::Function f = [](const std::vector<Tensor>& x) {
+    return std::vector<Tensor>{x[0].detach() * x[1]};
+  };
+  EXPECT_NE(gradcheck::forward_mode(f, {input(), input()}), "");
 }
 
 TEST(Gradcheck, CatchesAMissingGradient) {

@@ -1,12 +1,17 @@
 """Double backward and forward mode against the definition in float64, for problems of many tiles and
 for every dtype. (test_gradients.py checks both by numerical differences, on small problems.)"""
 
+import warnings
+import weakref
+
 import definition
 import pytest
 import samples
 import torch
 from test_definition import TOLERANCE, assert_near
+from test_doors import internal_operands
 from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import qkv
 
@@ -119,3 +124,109 @@ def test_half_types(name, dtype):
             for x in (a, same_dtype[of], expected[of].to(dtype))
         )
         assert error <= max(2 * of_same_dtype, of_rounding) + 1e-6, name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "everything",
+        "float_mask_two_batch_dims",
+        "batch_broadcast",
+        "heads_inside_rows",
+        "dropout_softcap_alibi_sinks",
+        "no_queries",
+        "sinks_no_keys",
+    ],
+)
+def test_opcheck(name):
+    sample = samples.make(samples.entry(name), torch.float32)
+    operands = internal_operands(sample)
+    results = torch.ops.qkv._attention_forward(*operands)
+    needs = [x is not None and x.is_floating_point() for x in operands[:6]]
+    along = [torch.randn_like(x) if n else None for x, n in zip(operands, needs)]
+    for t in (along, [None, *along[1:]]):
+        torch.library.opcheck(torch.ops.qkv._attention_jvp.default, (*operands, *results, *t))
+    incoming = torch.randn_like(results[0]), torch.randn_like(results[1])
+    args = (*operands, *incoming, *results, *along, [True, True, *needs])
+    torch.library.opcheck(torch.ops.qkv._attention_backward_backward.default, args)
+
+
+def test_every_order_of_modes():
+    """The Hessian with respect to all inputs, mapped over its rows, by all ways to it."""
+    sample = samples.make(
+        {
+            "name": "all options",
+            "batch": [],
+            "heads": 2,
+            "kv_heads": 1,
+            "queries": 2,
+            "keys": 3,
+            "head_dim": 2,
+            "softcap": 2.0,
+            "alibi_slopes": {"shape": [2]},
+            "sinks": {"shape": [2]},
+            "attn_mask": {"dtype": "float", "shape": [2, 3]},
+            "is_causal": True,
+            "query_offset": 1,
+        }
+    )
+    names = list(sample.differentiable)
+
+    def f(*tensors):
+        out, lse = sample.replaced(dict(zip(names, tensors))).call(qkv.attention_with_lse)
+        return out.sin().sum() + lse.cos().sum()
+
+    inputs = tuple(sample.differentiable.values())
+    every = tuple(range(len(inputs)))
+    expected = torch.autograd.functional.hessian(f, inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # neither a fallback nor a loop
+        found = {
+            "forward over reverse": hessian(f, every)(*inputs),
+            "reverse over reverse": jacrev(jacrev(f, every), every)(*inputs),
+            "reverse over forward": jacrev(jacfwd(f, every), every)(*inputs),
+        }
+    found["forward over forward"] = jacfwd(jacfwd(f, every), every)(*inputs)
+    for way, h in found.items():
+        for i in every:
+            for j in every:
+                assert torch.allclose(h[i][j], expected[i][j]), (way, i, j)
+
+
+def test_vmap_over_second_order():
+    """Mapped problems, one mask for all of them."""
+    q, k, v, mask = (torch.randn(*s, dtype=torch.float64) for s in [(3, 2, 3, 2)] * 3 + [(3, 3)])
+
+    def second(q, k, v, mask):
+        g = grad(lambda mask: qkv.attention(q, k, v, mask).sin().sum())
+        return grad(lambda mask: g(mask).cos().sum())(mask)
+
+    mapped = vmap(second, (0, 0, 0, None))(q, k, v, mask)
+    for b in range(3):
+        torch.testing.assert_close(mapped[b], second(q[b], k[b], v[b], mask))
+
+
+def test_third_order_in_both_modes():
+    x = torch.randn(2, 3, 2, dtype=torch.float64)
+    second = grad(lambda x: grad(lambda x: qkv.attention(x, x, x).sin().sum())(x).sin().sum())
+    t = torch.randn_like(x)
+    _, forward = jvp(second, (x,), (t,))
+    h = 1e-5
+    torch.testing.assert_close(forward, (second(x + h * t) - second(x - h * t)) / (2 * h))
+    reverse = grad(lambda x: (second(x) * t).sum())(x)
+    other = torch.randn_like(x)
+    # Both are the same third derivative along t and another direction, as it is symmetric.
+    torch.testing.assert_close((reverse * other).sum(), (jvp(second, (x,), (other,))[1] * t).sum())
+
+
+def test_nothing_holds_itself():
+    """Tangents whose graph has the output, and an output that has those tangents, would."""
+    q = torch.randn(1, 2, 2, requires_grad=True)
+    with forward_ad.dual_level():
+        out = qkv.attention(forward_ad.make_dual(q, torch.randn_like(q, requires_grad=True)), q, q)
+        moved = forward_ad.unpack_dual(out).tangent
+        torch.autograd.grad(moved.sum(), q, create_graph=True)
+    gone = weakref.ref(q)
+    del q, out, moved
+    assert gone() is None

@@ -94,22 +94,19 @@ struct BackwardTangentTile : TangentTile<T> {
     } else {
       set_to_zero(ds_t_tile, size);
     }
-    this->for_each_pair(
-        state, keys,
-        [&](int at, int v, auto kept, auto dropped, Number weight, Number score_t)
-            __attribute__((always_inline)) {
-              const auto of_row = [&](const T* numbers) __attribute__((always_inline)) {
-                return S::load(numbers + v * S::kWidth);
-              };
-              const auto dp = dropped(S::load(ds_tile + at));
-              const auto dp_t = dropped(S::load(ds_t_tile + at));
-              const auto ds = weight * (dp - of_row(delta));
-              const auto growth = score_t - of_row(lse_t);  // P' / P
-              const auto ds_t = S::fma(growth, ds, weight * (dp_t - of_row(delta_t)));
-              S::store(this->p_tile + at, kept(dropped(weight * growth)));
-              S::store(ds_tile + at, kept(ds));
-              S::store(ds_t_tile + at, kept(ds_t));
-            });
+    const auto derive = [&](int at, int v, auto kept, auto dropped, Number weight, Number score_t)
+        __attribute__((always_inline)) {
+      const int r = v * S::kWidth;
+      const auto dp = dropped(S::load(ds_tile + at));
+      const auto dp_t = dropped(S::load(ds_t_tile + at));
+      const auto ds = weight * (dp - S::load(delta + r));
+      const auto growth = score_t - S::load(lse_t + r);  // P' / P
+      const auto ds_t = S::fma(growth, ds, weight * (dp_t - S::load(delta_t + r)));
+      S::store(this->p_tile + at, kept(dropped(weight * growth)));
+      S::store(ds_tile + at, kept(ds));
+      S::store(ds_t_tile + at, kept(ds_t));
+    };
+    this->for_each_pair(state, keys, derive);
     return state;
   }
 

@@ -53,6 +53,15 @@ inline void attention_jvp(const JvpParams<T>& params, int64_t unit, void* scratc
   set_to_zero(out_t, p.value_dim * Work::kRows);
   alignas(64) T lse_t[Work::kRows] = {};
 
+  const auto weigh = [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
+      __attribute__((always_inline)) {
+    const auto weighted = weight * score_t;
+    T* sum = lse_t + v * S::kWidth;
+    S::store(sum, S::load(sum) + weighted);
+    S::store(work.p_tile + at, dropped(weight));
+    S::store(work.scores_t + at, dropped(weighted));
+  };
+
   const KeyRange range = work.keys_of_rows();
   const bool keys_move = work.scores_move() || along.value.data != nullptr;
   if (keys_move && !range.empty()) {
@@ -62,16 +71,7 @@ inline void attention_jvp(const JvpParams<T>& params, int64_t unit, void* scratc
           range.end - n < Work::kBlockKeys ? static_cast<int>(range.end - n) : Work::kBlockKeys;
       const TileState state = work.load_block(n, block);
       if (state == TileState::kEmpty) continue;
-      work.for_each_pair(
-          state, block,
-          [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
-              __attribute__((always_inline)) {
-                const auto weighted = weight * score_t;
-                T* sum = lse_t + v * S::kWidth;
-                S::store(sum, S::load(sum) + weighted);
-                S::store(work.p_tile + at, dropped(weight));
-                S::store(work.scores_t + at, dropped(weighted));
-              });
+      work.for_each_pair(state, block, weigh);
       if (work.scores_move()) {
         work.add_product(state, block, p.value_dim, p.value, n, work.scores_t, out_t);
       }

@@ -169,13 +169,26 @@ struct TangentTile {
   /// rows. kept(x) is 0 for a pair that is not kept, as x may be NaN there (P and S' are 0
   /// already); dropped(x) is R ∘ x.
   template <class F>
-  void for_each_pair(TileState state, int keys, F f) {
-    const bool partial = state == TileState::kPartial;
-    if (p.dropout.threshold == 0) {
-      partial ? for_each_pair<true, false>(keys, f) : for_each_pair<false, false>(keys, f);
-    } else {
-      partial ? for_each_pair<true, true>(keys, f) : for_each_pair<false, true>(keys, f);
+  void for_each_pair(TileState state, int keys, F f) const {
+    const bool partial = state == TileState::kPartial, drops = p.dropout.threshold != 0;
+    const auto scale = S::set(dropout_scale<T>(p.dropout)), one = S::set(T(1));
+    if (!partial && !drops) {
+      for_each_weight(
+          keys, [&](int, int at, int v, Number weight) __attribute__((always_inline)) {
+            f(at, v, AllPairs<T>{}, AllPairs<T>{}, weight, S::load(scores_t + at));
+          });
+      return;
     }
+    for_each_weight(
+        keys, [&](int k, int at, int v, Number weight) __attribute__((always_inline)) {
+          const auto marked = [&](bool some, const uint8_t* bits) __attribute__((always_inline)) {
+            return some ? S::bit_of_bytes(bits + k / 8 * kRows + v * S::kWidth, k % 8)
+                        : S::equal(one, one);
+          };
+          const MarkedPairs<T> kept{marked(partial, mask.bits), one};
+          const MarkedPairs<T> dropped{marked(drops, stays), scale};
+          f(at, v, kept, dropped, kept(weight), kept(S::load(scores_t + at)));
+        });
   }
 
   /// c[keys][rows] (+)= a bᵀ for the rows first_key .. of a; b is [depth][rows].
@@ -228,34 +241,16 @@ struct TangentTile {
     }
   }
 
-  template <bool kMasked, bool kDropout, class F>
-  void for_each_pair(int keys, F f) {
-    const auto scale = S::set(dropout_scale<T>(p.dropout)), one = S::set(T(1));
+  template <class F>
+  QKV_INLINE void for_each_weight(int keys, F f) const {
     for (int v = 0; v < vectors(); ++v) {
       const auto row_lse = S::load(lse + v * S::kWidth);
       const auto row_rest = S::load(lse_rest + v * S::kWidth);
       for (int k = 0; k < keys; ++k) {
         const int at = k * kRows + v * S::kWidth;
-        const int byte = k / 8 * kRows + v * S::kWidth;
-        const auto marked = [&](const uint8_t* bits, Number factor) __attribute__((always_inline)) {
-          return MarkedPairs<T>{S::bit_of_bytes(bits + byte, k % 8), factor};
-        };
         // As in the backward: rounding can leave a score of 1e8 above its lse.
         const auto below = S::minimum(S::zero(), S::load(p_tile + at) - row_lse - row_rest);
-        const auto weight = exp_of_nonpositive<T>(below);
-        const auto moved = S::load(scores_t + at);
-        const auto with = [&](auto kept) __attribute__((always_inline)) {
-          if constexpr (kDropout) {
-            f(at, v, kept, marked(stays, scale), kept(weight), kept(moved));
-          } else {
-            f(at, v, kept, AllPairs<T>{}, kept(weight), kept(moved));
-          }
-        };
-        if constexpr (kMasked) {
-          with(marked(mask.bits, one));
-        } else {
-          with(AllPairs<T>{});
-        }
+        f(k, at, v, exp_of_nonpositive<T>(below));
       }
     }
   }
