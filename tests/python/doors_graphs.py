@@ -133,7 +133,7 @@ def dynamic_shapes(x) -> None:
     """One graph for all sizes, the head dim and what the scale is by default included."""
     if isinstance(x, Module):
         *front, _, width = x.input.shape[1:]
-        inputs = [torch.randn(b, *front, length, width) for b, length in ((6, 7), (3, 5), (2, 9))]
+        inputs = [torch.randn(b, *front, length, width) for b, length in ((7, 9), (3, 5), (2, 11))]
         _one_graph_for(lambda t: x.module(t), [((t,), x.module(t)) for t in inputs])
         return
     x = x.with_options({n: o for n, o in x.options.items() if n != "scale"})
@@ -232,7 +232,11 @@ def aotinductor_in_cpp(*operators: Operator) -> None:
                  for x in operators]  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         package, inputs, outputs = (f"{directory}/{n}" for n in ("p.pt2", "inputs", "outputs"))
-        torch._inductor.aoti_compile_and_package(_exported(*operators), package_path=package)
+        torch._inductor.aoti_compile_and_package(
+            _exported(*operators),
+            package_path=package,
+            inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # compiles faster
+        )
         for batch, *sizes in ((3, 6, 3, 7, 4, 8, 2), (5, 8, 4, 3, 9, 5, 5)):
             given = public_tensors(batch=(batch,), sizes=sizes)
             torch.save(list(given.values()), inputs)
@@ -240,7 +244,7 @@ def aotinductor_in_cpp(*operators: Operator) -> None:
             expected = [
                 e for x in operators for e in x.expected(**x.tensors(batch=(batch,), sizes=sizes))
             ]
-            assert_close(tuple(torch.load(outputs)), tuple(expected))
+            assert_close(tuple(torch.load(outputs, weights_only=False)), tuple(expected))
 
 
 def compiled_autograd(x) -> None:

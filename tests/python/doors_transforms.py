@@ -197,12 +197,16 @@ def _per_sample_gradients(x: Module) -> None:
         return scalar(torch.func.functional_call(x.module, parameters, (input,)))
 
     with no_loops(), fused():
-        found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x.input)
-    for i, input in enumerate(x.input):
+        of_parameters, of_input = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, 0))(
+            parameters, x.input
+        )
+    for i, sample in enumerate(x.input):
         x.module.zero_grad()
-        scalar(x.module(input)).backward()
+        leaf = sample.clone().requires_grad_()
+        scalar(x.module(leaf)).backward()
+        torch.testing.assert_close(of_input[i], leaf.grad)
         for name, p in x.module.named_parameters():
-            torch.testing.assert_close(found[name][i], p.grad)
+            torch.testing.assert_close(of_parameters[name][i], p.grad)
 
 
 def grad_of_vmap(x: Operator) -> None:
