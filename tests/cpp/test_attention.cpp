@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 #include <qkv/qkv.h>
 
-#include "allow_unfused.h"
 #include "definition.h"
 #include "gradcheck.h"
 #include "samples.h"
