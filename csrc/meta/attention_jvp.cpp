@@ -2,19 +2,22 @@
 
 #include <torch/library.h>
 
+#include "checks.h"
 #include "layout.h"
 
 namespace qkv {
 
 namespace {
 
-TensorTuple<2> attention_jvp(const Operands& x, const Tensor& /*out*/, const Tensor& /*lse*/,
-                             const Tensor& /*out_rest*/, const Tensor& /*lse_rest*/,
-                             const OptionalTensor& /*query_t*/, const OptionalTensor& /*key_t*/,
-                             const OptionalTensor& /*value_t*/,
-                             const OptionalTensor& /*attn_mask_t*/,
-                             const OptionalTensor& /*alibi_slopes_t*/,
-                             const OptionalTensor& /*sinks_t*/) {
+TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor& lse,
+                             const Tensor& out_rest, const Tensor& lse_rest,
+                             const OptionalTensor& query_t, const OptionalTensor& key_t,
+                             const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
+                             const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
+  constexpr const char* kOp = "qkv::_attention_jvp";
+  check_operands(kOp, x);
+  check_forward_results(kOp, x, out, lse, out_rest, lse_rest);
+  check_tangents(kOp, x, {query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t});
   return {empty_output(x), empty_logsumexp(x)};
 }
 

@@ -304,15 +304,16 @@ def internal_arguments(op: str) -> list:
     mask, slopes, sinks = torch.randn(5, 7), torch.rand(4), torch.rand(4)
     operands = [q, k, v, mask, slopes, sinks, torch.ones(2, 7) > 0, torch.tensor([1, 2])]
     operands += [0.3, 1.5, 0.1, [-1, 3, 2]]
-    differentiable = operands[:6]
     if op == "_attention_forward":
         return operands
+    results = list(torch.ops.qkv._attention_forward(*operands))
+    tangents = [torch.randn_like(x) for x in operands[:6]]
     if op == "_attention_jvp":
-        return operands + [torch.randn_like(x) for x in differentiable]
+        return operands + results + tangents
     grads = [torch.randn(2, 4, 5, 6), torch.randn(2, 4, 5)]
     if op == "_attention_backward":
-        return operands + grads + list(torch.ops.qkv._attention_forward(*operands)) + [[True] * 6]
-    return operands + grads + [torch.randn_like(x) for x in differentiable] + [[True] * 8]
+        return operands + grads + results + [[True] * 6]
+    return operands + grads + results + tangents + [[True] * 8]
 
 
 INTERNAL = [
@@ -369,7 +370,6 @@ def fits(op: str, arguments: list) -> bool:
     return True
 
 
-@pytest.mark.unfused
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("op", INTERNAL)
 def test_internal_operators(op, device):

@@ -24,8 +24,6 @@ def differentiable_call(sample):
     return call, tuple(sample.requires_grad().differentiable.values())
 
 
-pytestmark = pytest.mark.unfused  # forward mode and higher orders
-
 small = samples.parametrize(large=False, empty=False)
 
 
@@ -78,6 +76,7 @@ def test_batched_gradients(entry):
     assert torch.autograd.gradgradcheck(call, inputs, check_batched_grad=True)
 
 
+@pytest.mark.unfused
 def test_third_order():
     q, k, v = (torch.randn(1, 1, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
 

@@ -103,7 +103,6 @@ def test_dropout_is_the_same_in_distribution():
     assert abs(kept.float().mean() - 0.7) < 5 * (0.3 * 0.7 / kept.numel()) ** 0.5
 
 
-@pytest.mark.unfused
 def test_dropout_gradient_sees_the_same_mask():
     query, key, value = (torch.randn(1, 2, 5, 4).double().requires_grad_() for _ in range(3))
 

@@ -13,7 +13,6 @@ def test_there_are_two():
     assert len(BLOCKS) == 2
 
 
-@pytest.mark.unfused  # the second derivatives
 @pytest.mark.parametrize("block", BLOCKS, ids=["torchscript", "python"])
 def test_block(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
