@@ -62,7 +62,7 @@ def _attention_forward(
     sinks: Optional["Value"],
     key_mask: Optional["Value"],
     dropout_seed: Optional["Value"],
-    scale: float,
+    scale: Optional[float],
     softcap: float,
     dropout_p: float,
     band: Sequence[Union[int, "Value"]],
@@ -90,7 +90,11 @@ def _attention_forward(
 
     rank = len(key.shape)
     transposed_key = op.Transpose(as_real(key), perm=[*range(rank - 2), rank - 1, rank - 2])
-    scores = _product(op, as_real(query) * number(scale), transposed_key, grouped)
+    if scale is None:
+        factor = number(1.0) / op.Sqrt(as_real(op.Shape(query, start=-1)))
+    else:
+        factor = number(scale)
+    scores = _product(op, as_real(query) * factor, transposed_key, grouped)
     if softcap != 0.0:
         scores = op.Tanh(scores / number(softcap)) * number(softcap)
     if attn_mask is not None and attn_mask.dtype != ir.DataType.BOOL:

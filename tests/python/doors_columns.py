@@ -168,8 +168,14 @@ class Module:
         self.module = make()
         self.input = torch.randn(*shape)
 
-    def __call__(self, **parameters: Tensor) -> tuple[Tensor, ...]:
-        return as_tuple(torch.func.functional_call(self.module, parameters, (self.input,)))
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
+
+    def gradients(self, f: Callable[[Tensor], Any]) -> tuple[Tensor, ...]:
+        """Of scalar(f(input)), f being the module or made of it: for the input and its parameters."""
+        leaf = self.input.clone().requires_grad_()
+        return torch.autograd.grad(scalar(f(leaf)), (leaf, *self.module.parameters()))
 
 
 MODULES: dict[str, Callable[[], Module]] = {

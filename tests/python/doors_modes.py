@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doors_columns import MODULES, VARIANTS, Module, Operator, as_tuple, column, scalar, together
+from doors_columns import MODULES, VARIANTS, Module, Operator, column, scalar, together
 from torch import Tensor
 
 import qkv
@@ -208,14 +208,10 @@ def saved(x) -> None:
         assert torch.equal(script(x.input), x.module(x.input))
 
 
-def _forward_and_backward(name: str, variant: str) -> list[Tensor]:
+def _forward_and_backward(x, variant: str) -> list[Tensor]:
     """Without dropout, whose generator threads would share."""
-    x = column(name)
     if isinstance(x, Module):
-        x.module.zero_grad()
-        results = as_tuple(x.module(x.input))
-        scalar(results).backward()
-        return [*(r.detach() for r in results), *(p.grad for p in x.module.parameters())]
+        return [x.module(x.input).detach(), *x.gradients(x.module)]
     options, given = VARIANTS[variant]
     x = x.with_options({"enable_gqa": True, **options, "dropout_p": 0.0})
     names = [n for n in x.tensors() if n in ("query", "key", "value", *given)]
@@ -225,38 +221,31 @@ def _forward_and_backward(name: str, variant: str) -> list[Tensor]:
     return [*(r.detach() for r in results), *torch.autograd.grad(scalar(results), leaves)]
 
 
-def _calls(x) -> list[tuple[str, str]]:
-    if isinstance(x, Module):
-        return [(type(x.module).__name__, "")] * 4
-    return [(x.name, v) for v in VARIANTS]
-
-
-def _same_bits(found, expected) -> None:
+def python_threads(x) -> None:
+    """Calls with other options at the same time: the bits of one after the other."""
+    variants = 4 * list(VARIANTS)
+    expected = [_forward_and_backward(x, v) for v in variants]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda v: _forward_and_backward(x, v), variants)
     for a, b in zip(found, expected, strict=True):
         for f, e in zip(a, b, strict=True):
             assert torch.equal(f, e)
 
 
-def python_threads(x) -> None:
-    """Calls with other options at the same time: the bits of one after the other."""
-    calls = _calls(x) * 4
-    expected = [_forward_and_backward(*c) for c in calls]
-    with ThreadPoolExecutor(4) as pool:
-        _same_bits(pool.map(lambda c: _forward_and_backward(*c), calls), expected)
-
-
-def _in_child(calls: list[tuple[str, str]]) -> list[list]:
+def _in_child(names: list[str]) -> list[list]:
     """As DataLoader's workers do it: OpenMP's threads do not survive a fork, so that a child that
     wants several would wait for them forever, in any of PyTorch's operators."""
     torch.set_num_threads(1)
     # Not tensors, which would come back through shared memory.
-    return [[t.tolist() for t in _forward_and_backward(*c)] for c in calls]
+    return [[t.tolist() for t in _forward_and_backward(column(n), v)]
+            for n in names for v in VARIANTS]  # fmt: skip
 
 
-def _process(calls: list[tuple[str, str]], start: str) -> None:
-    expected = [_forward_and_backward(*c) for c in calls]
+def _process(columns, start: str) -> None:
+    expected = [_forward_and_backward(x, v) for x in columns for v in VARIANTS]
+    names = [x.name for x in columns]
     with ProcessPoolExecutor(1, multiprocessing.get_context(start)) as pool:
-        found = pool.submit(_in_child, calls).result(timeout=300)
+        found = pool.submit(_in_child, names).result(timeout=300)
     assert found == [[t.tolist() for t in r] for r in expected]
 
 
@@ -266,14 +255,14 @@ def fork(*columns) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        _process([c for x in columns for c in _calls(x)], "fork")
+        _process(columns, "fork")
     finally:
         torch.set_num_threads(before)
 
 
 @together
 def spawn(*columns) -> None:
-    _process([c for x in columns for c in _calls(x)], "spawn")
+    _process(columns, "spawn")
 
 
 BUILD = Path(__file__).parents[2] / "build"

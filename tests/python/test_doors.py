@@ -6,7 +6,8 @@ out is compared with the definition in float64, with plain PyTorch, or to the bi
 outside the door. vmap that loops and first derivatives that are not fused are errors.
 
 A dot: nothing goes through. `explain` gives text; internal operators are reached through public
-ones; the backward of `attention_weights` is PyTorch's own; modules are made of operators.
+ones; `attention_weights` is operations of PyTorch, derived and compiled as those are; modules are
+made of operators.
 """
 
 import math
@@ -70,7 +71,7 @@ graphs
   dynamic_shapes                 x    x    x    .       .    .    .    .       x    x    x    .
   symbolic_window_and_offset     x    x    x    .       .    .    .    .       .    .    .    .
   export                         x    x    x    .       .    .    .    .       x    x    x    .
-  aotinductor_in_cpp             x    x    x    .       .    .    .    .       .    .    .    .
+  aotinductor_in_cpp             x    x    .    .       .    .    .    .       .    .    .    .
   torchscript                    x    x    x    x       .    .    .    .       x    x    x    x
   torchscript_in_cpp             x    .    .    .       .    .    .    .       .    .    .    .
 modes
@@ -132,7 +133,7 @@ def test_first_derivatives_are_fused_behind_every_transform():
 def test_a_loop_of_vmap_is_an_error():
     """The net in which the tests above would catch one."""
     x = torch.randn(3, 4)
-    with doors_transforms.no_loops(), pytest.raises(RuntimeError, match="[Bb]atching rule"):
+    with doors_transforms.no_loops(), pytest.raises(RuntimeError, match="vmap fallback"):
         torch.func.vmap(lambda x: torch.ops.aten._sparse_semi_structured_tile(x))(x)
 
 
