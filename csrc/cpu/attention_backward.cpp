@@ -65,7 +65,8 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
   sizes.resize(sizes.size() - 2);
   const auto sum = [&](const std::vector<double>& of_heads, const Tensor& grad) {
     const Tensor total = at::zeros(grad.sizes(), grad.options().dtype(at::kDouble));
-    const auto strides = total.expand(sizes).strides();
+    const Tensor total_of_head = total.expand(sizes);
+    const auto strides = total_of_head.strides();
     for (size_t unit = 0; unit < of_heads.size(); ++unit) {
       auto left = static_cast<int64_t>(unit);
       int64_t offset = 0;
