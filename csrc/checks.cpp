@@ -16,8 +16,7 @@ using c10::SymInt;
 using Shape = std::vector<SymInt>;
 
 constexpr std::array<const char*, Operands::kTensors> kNames = {
-    "query",        "key",   "value",    "attn_mask",
-    "alibi_slopes", "sinks", "key_mask", "dropout_seed"};
+    "query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "key_mask", "dropout_seed"};
 
 void check_dense(const char* op, const char* name, const Tensor& x) {
   TORCH_CHECK_TYPE(x.defined(), op, ": ", name, " must be a tensor, but is undefined");
@@ -148,8 +147,8 @@ void check_scalars(const char* op, const Tensor& query, std::optional<double> sc
   TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p <= 1.0, op,
                     ": dropout_p must be between 0 and 1, but is ", dropout_p);
   const auto real = accumulate_type(query);
-  const double largest = real == at::kDouble ? std::numeric_limits<double>::max()
-                                             : std::numeric_limits<float>::max();
+  const double largest =
+      real == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   TORCH_CHECK_VALUE(!scale || std::abs(*scale) <= largest, op, ": scale must be finite in ",
                     dtype_name(real), ", but is ", scale.value_or(0.0));
   TORCH_CHECK_VALUE(softcap >= 0.0 && std::isfinite(softcap), op,

@@ -67,7 +67,7 @@ for phase in "${phases[@]}"; do
       say "Fuzzing for ${QKV_FUZZ_SECONDS:-300} seconds"
       mkdir -p build-asan/corpus
       build-asan/tests/fuzz_attention build-asan/corpus -max_total_time="${QKV_FUZZ_SECONDS:-300}" \
-        -max_len=256 -print_final_stats=1 -artifact_prefix=build-asan/
+        -max_len=256 -len_control=0 -print_final_stats=1 -artifact_prefix=build-asan/
       ;;
     *) fail "scripts/sanitize.sh: what is '$phase'? Known: address, thread, fuzz" ;;
   esac

@@ -61,7 +61,8 @@ inline void sum_over_batch(const std::vector<double>& of_heads, const Operands& 
   auto sizes = x.query.sizes().vec();
   sizes.resize(sizes.size() - 2);
   const Tensor total = at::zeros(grad.sizes(), grad.options().dtype(at::kDouble));
-  const auto strides = total.expand(sizes).strides();
+  const Tensor total_of_head = total.expand(sizes);
+  const auto strides = total_of_head.strides();
   for (size_t unit = 0; unit < of_heads.size(); ++unit) {
     auto left = static_cast<int64_t>(unit);
     int64_t offset = 0;

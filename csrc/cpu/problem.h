@@ -108,9 +108,9 @@ class BatchDimensions {
   std::vector<Strides> tensors_;
 };
 
-/// The stride of dimension d (from the end), 0 where x is broadcast.
+/// The stride of dimension d (from the end), 0 where x is broadcast, or has no memory to step in.
 inline int64_t broadcast_stride(const Tensor& x, int64_t d) {
-  return x.dim() < d || x.size(-d) == 1 ? 0 : x.stride(-d);
+  return x.dim() < d || x.size(-d) == 1 || x.numel() == 0 ? 0 : x.stride(-d);
 }
 
 /// A tensor (batch.., head, row, column).

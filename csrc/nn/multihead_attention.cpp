@@ -55,9 +55,10 @@ void MultiheadAttentionImpl::reset() {
   check_dropout(kName, options.dropout());
   if (options.window()) {
     const auto [left, right] = *options.window();
-    TORCH_CHECK_VALUE(left >= -1 && right >= -1, kName,
-                      ": window must be (left, right) with both >= 0, or -1 for unbounded, but is (",
-                      left, ", ", right, ")");
+    TORCH_CHECK_VALUE(
+        left >= -1 && right >= -1, kName,
+        ": window must be (left, right) with both >= 0, or -1 for unbounded, but is (", left, ", ",
+        right, ")");
   }
 
   const auto linear = [&](const char* name, int64_t from, int64_t to) {

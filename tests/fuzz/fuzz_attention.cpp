@@ -6,7 +6,6 @@
 // An input that fails is written to crash-*; fuzz_attention crash-... runs it once more.
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <fuzzer/FuzzedDataProvider.h>
 #include <qkv/qkv.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -146,8 +145,7 @@ Problem random_problem(Fuzz& fuzz) {
   const Tensor keep = qkv::reference::kept_pairs(qkv::checked_call("fuzz", a).operands)
                           .expand(joined(batch, {heads, rows, keys}));
   p.empty_rows = ~keep.any(-1);
-  p.hidden_keys =
-      ~keep.reshape(joined(batch, {kv_heads, heads / kv_heads * rows, keys})).any(-2);
+  p.hidden_keys = ~keep.reshape(joined(batch, {kv_heads, heads / kv_heads * rows, keys})).any(-2);
   for (size_t d = 0; d < batch.size(); ++d) {
     if (kv_batch[d] != batch[d]) p.hidden_keys = p.hidden_keys.all(d, /*keepdim=*/true);
   }
@@ -208,7 +206,7 @@ Results definition(const Problem& p, int64_t seed) {
   qkv::Operands operands = qkv::checked_call("fuzz", a).operands;
   if (a.dropout_p > 0.0) {  // as the operator draws it
     const auto sizes = operands.query.sizes();
-    at::globalContext().defaultGenerator(at::kCPU).set_current_seed(seed);
+    at::manual_seed(seed);
     operands.dropout_seed = at::randint(std::numeric_limits<int64_t>::max(),
                                         sizes.slice(0, sizes.size() - 3), at::kLong);
   }
@@ -217,7 +215,7 @@ Results definition(const Problem& p, int64_t seed) {
 }
 
 Results fused(const Arguments& a, const Problem& p, int64_t seed) {
-  at::globalContext().defaultGenerator(at::kCPU).set_current_seed(seed);
+  at::manual_seed(seed);
   const auto [out, lse] = qkv::attention_with_lse(a.query, a.key, *a.value, options_of(a));
   return with_gradients(a, out, lse, p);
 }
@@ -249,12 +247,14 @@ bool near(const Results& found, const Results& expected, double tolerance) {
     const auto& [name, e] = expected[i];
     const Tensor f = found[i].second.to(at::kDouble);
     const double scale =
-        e.numel() == 0 ? 1.0 : std::max(1.0, e.masked_fill(e.isinf(), 0.0).abs().max().item<double>());
+        e.numel() == 0 ? 1.0
+                       : std::max(1.0, e.masked_fill(e.isinf(), 0.0).abs().max().item<double>());
     if (f.sizes() == e.sizes() && at::allclose(f, e, /*rtol=*/0.0, /*atol=*/tolerance * scale)) {
       continue;
     }
     std::cerr << name << " is wrong, within " << tolerance * scale << ". Found:\n"
-              << f << "\nexpected:\n" << e << '\n';
+              << f << "\nexpected:\n"
+              << e << '\n';
     return false;
   }
   return true;
@@ -287,13 +287,26 @@ void call_wrongly(Fuzz& fuzz, Arguments a) {
   const int64_t d = fuzz.number(0, x.dim() - 1);
   try {
     switch (fuzz.number(0, 6)) {
-      case 0: x = x.to(fuzz.one_of({at::kLong, at::kBool, at::kFloat, at::kHalf})); break;
-      case 1: x = x.select(d, 0); break;
-      case 2: x = x.unsqueeze(d); break;
-      case 3: x = x.narrow(d, 0, x.size(d) / 2); break;
-      case 4: x = at::cat({x, x}, d); break;
-      case 5: a.window = {fuzz.number(-5, 5), fuzz.number(-5, 5)}; break;
-      default: a.scale = fuzz.one_of({kInfinity, std::nan(""), 1e300});
+      case 0:
+        x = x.to(fuzz.one_of({at::kLong, at::kBool, at::kFloat, at::kHalf}));
+        break;
+      case 1:
+        x = x.select(d, 0);
+        break;
+      case 2:
+        x = x.unsqueeze(d);
+        break;
+      case 3:
+        x = x.narrow(d, 0, x.size(d) / 2);
+        break;
+      case 4:
+        x = at::cat({x, x}, d);
+        break;
+      case 5:
+        a.window = {fuzz.number(-5, 5), fuzz.number(-5, 5)};
+        break;
+      default:
+        a.scale = fuzz.one_of({kInfinity, std::nan(""), 1e300});
     }
     qkv::attention(a.query, a.key, *a.value, options_of(a));
   } catch (const c10::Error&) {
@@ -305,7 +318,7 @@ void call_wrongly(Fuzz& fuzz, Arguments a) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   Fuzz fuzz(bytes, size);
   const int64_t seed = fuzz.number(0, 255);
-  at::globalContext().defaultGenerator(at::kCPU).set_current_seed(seed);
+  at::manual_seed(seed);
   const Problem problem = random_problem(fuzz);
   const Arguments arguments = disguised(fuzz, problem);
   if (fuzz.one_in(16)) {

@@ -75,26 +75,39 @@ def test_philox():
         assert definition.philox(counter, key) == words
 
 
+def run_table(samples_named="", **environment):
+    """The table once more in another process."""
+    tests = [f"{__file__}::test_values_and_gradients", "-k", samples_named]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *tests],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("isa", ["generic", "avx2"])
 def test_other_instruction_sets(isa):
-    """The tests of this file once more, on kernels that are not this processor's best."""
-    environment = {**os.environ, "QKV_CPU_ISA": isa}
+    """Kernels that are not this processor's best."""
     known = subprocess.run(
         [sys.executable, "-c", "import torch, qkv; qkv.explain(*[torch.ones(2, 2)] * 3)"],
-        env=environment,
+        env={**os.environ, "QKV_CPU_ISA": isa},
         capture_output=True,
         text=True,
     )
     if "this processor does not have it" in known.stderr:
         pytest.skip(f"no {isa} here")
-    tests = f"{__file__}::test_values_and_gradients"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", tests],
-        env=environment,
-        capture_output=True,
-        text=True,
+    run_table(QKV_CPU_ISA=isa)
+
+
+def test_memory_that_is_not_ours():
+    """glibc fills what is allocated and what is freed with other bytes: nothing reads either."""
+    run_table(
+        "everything or alibi or sinks or dropout or mask",
+        MALLOC_PERTURB_="165",
+        GLIBC_TUNABLES="glibc.malloc.tcache_count=0",
     )
-    assert done.returncode == 0, done.stdout
 
 
 @samples.parametrize()
