@@ -99,6 +99,10 @@ Shape output_shape(const Operands& x, SymInt width) {
   return joined(batch_of(x.query), {x.query.sym_size(-3), x.query.sym_size(-2), std::move(width)});
 }
 
+ScoreShape score_shape(const Operands& x) {
+  return {batch_of(x.query), x.query.sym_size(-3), x.query.sym_size(-2), x.key.sym_size(-2)};
+}
+
 Shape row_shape(const Operands& x) {
   return joined(batch_of(x.query), {x.query.sym_size(-3), x.query.sym_size(-2)});
 }
@@ -163,8 +167,7 @@ void check_operands(const char* op, const Operands& x) {
   TORCH_CHECK_VALUE(rank >= 3 && x.key.dim() == rank && x.value.dim() == rank, op,
                     ": query, key and value must be (batch.., heads, rows, width), but have ranks ",
                     rank, ", ", x.key.dim(), " and ", x.value.dim());
-  const ScoreShape scores{batch_of(x.query), x.query.sym_size(-3), x.query.sym_size(-2),
-                          x.key.sym_size(-2)};
+  const ScoreShape scores = score_shape(x);
   const SymInt kv_heads = x.key.sym_size(-3);
   const bool heads_fit = kv_heads == 0 ? scores.heads == 0 : scores.heads % kv_heads == 0;
   const auto all_but_width = [](const Tensor& t) { return t.sym_sizes().slice(0, t.dim() - 1); };
@@ -192,9 +195,16 @@ void check_tangents(const char* op, const Operands& x, const Tangents& tangents)
   for (size_t i = 0; i < tangents.size(); ++i) {
     if (!tangents[i]) continue;
     TORCH_CHECK_VALUE(primals[i], op, ": there is no ", kNames[i], " to have a derivative");
-    check_exactly(op, kNames[i], *tangents[i], x.query, primals[i]->sym_sizes().vec(),
-                  primals[i]->scalar_type());
+    const auto type = tangents[i]->scalar_type();
+    TORCH_CHECK_TYPE(type == primals[i]->scalar_type() && type != at::kBool, op, ": ", kNames[i],
+                     "'s derivative must be ", dtype_name(primals[i]->scalar_type()),
+                     " as it is, but is ", dtype_name(type));
+    if (i < 3)
+      check_exactly(op, kNames[i], *tangents[i], x.query, primals[i]->sym_sizes().vec(), type);
   }
+  // Where an operand is broadcast, its tangent need not be: of one mask, vmap may have many
+  // tangents.
+  check_masks(op, x.query, score_shape(x), tangents[3], {}, tangents[4], tangents[5]);
 }
 
 void check_needs(const char* op, const Operands& x, Needs needs) {

@@ -34,7 +34,8 @@ void check_scalars(const char* op, const Tensor& query, std::optional<double> sc
 /// by its name gets an error instead of a crash.
 void check_operands(const char* op, const Operands& x);
 
-/// A tangent or cotangent of the operand x: there is x, and the two are of one shape.
+/// Tangents or cotangents: each has its operand, of its dtype and, but for masks, slopes and sinks,
+/// of its shape.
 void check_tangents(const char* op, const Operands& x, const Tangents& tangents);
 
 /// What needs a gradient is there, and of floating-point numbers.
