@@ -26,7 +26,7 @@ if [ -n "$missing" ]; then
   fi
 fi
 llvm=$(dirname "$(dirname "$(readlink -f "$(command -v clang++)")")")
-export PATH="$llvm/bin:$PATH" # llvm-symbolizer
+export PATH="$PATH:$llvm/bin" # llvm-symbolizer
 
 # build FOLDER SANITIZER TARGET..
 build() {
@@ -35,7 +35,7 @@ build() {
   say "Building $* with the $sanitizer sanitizer"
   torch_dir=$("$PYTHON" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")
   "$(tool cmake)" -S . -B "$folder" -G Ninja "-DCMAKE_MAKE_PROGRAM=$(tool ninja)" \
-    -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=Debug "-DQKV_SANITIZE=$sanitizer" \
+    "-DCMAKE_CXX_COMPILER=$(command -v clang++)" -DCMAKE_BUILD_TYPE=Debug "-DQKV_SANITIZE=$sanitizer" \
     -DQKV_BUILD_TESTS=ON "-DQKV_TORCH_DIR=$torch_dir" >/dev/null
   "$(tool cmake)" --build "$folder" --parallel "${QKV_JOBS:-2}" --target "$@"
 }
