@@ -41,6 +41,7 @@ build() {
 }
 
 export UBSAN_OPTIONS=print_stacktrace=1
+export KMP_BLOCKTIME=0 # libomp's threads would spin while they wait
 # Leaks: LibTorch keeps its registries, and libomp its threads, to the end and frees neither.
 export ASAN_OPTIONS=detect_leaks=0
 
