@@ -61,7 +61,7 @@ Point::Point(const nlohmann::json& json)
   }
   if (json.contains("window")) {
     const auto window = json.at("window").get<std::vector<int64_t>>();
-    options_.window(std::make_pair(window[0], window[1]));
+    options_.window(window[0], window[1]);
     const Tensor distance = distances(queries, keys, 0);
     pytorch_mask_ = (distance <= window[0]).logical_and(distance >= -window[1]);
   }

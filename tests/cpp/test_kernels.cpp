@@ -230,8 +230,8 @@ class KernelRun {
     }
 
     Errors worst;
-    const auto compare = [](double& worst, const std::vector<Dual>& expected, const std::vector<T>& found,
-                             const std::vector<T>& found_t) {
+    const auto compare = [](double& worst, const std::vector<Dual>& expected,
+                            const std::vector<T>& found, const std::vector<T>& found_t) {
       for (size_t x = 0; x < expected.size(); ++x) {
         const auto difference = [](double a, double b) { return a == b ? 0.0 : std::abs(a - b); };
         for (const double d :

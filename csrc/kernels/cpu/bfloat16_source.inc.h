@@ -24,10 +24,12 @@ class BFloat16Source {
   using Pairs = Simd<BFloat16Pair>;
   static constexpr int kRows = kForwardRows<float>;
   static constexpr int kExtraOutRows = 1;
-  static constexpr bool kTakesFewRows = false;  // see can_do
+  static constexpr bool kTakesFewRows = false;  // see is_for
 
-  static bool can_do(const Problem<float>& p) {
-    return p.head_dim % 2 == 0 && rows_of_kv_head(p) > kFewRows<float>;
+  /// With few keys there is little to win, and the rounding of few weights does not average out.
+  static bool is_for(const Problem<float>& p) {
+    return p.head_dim % 2 == 0 && p.keys >= kForwardBlockKeys &&
+           rows_of_kv_head(p) > kFewRows<float>;
   }
 
   /// Numbers of pairs that V takes in one head.

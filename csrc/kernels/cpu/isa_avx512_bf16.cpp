@@ -24,7 +24,7 @@ constexpr ForwardKernels<float> bfloat16_kernels = {
       const Problem<float>& p = params.problem;
       return p.batch * p.kv_heads * BFloat16Source::prepared_pairs(p) * sizeof(BFloat16Pair);
     },
-    BFloat16Source::can_do,
+    BFloat16Source::is_for,
     prepare_bfloat16,
     attention_forward<BFloat16Source, float>,
     merge_forward<float>,
