@@ -65,8 +65,8 @@ class Result:
 
     @property
     def limit(self) -> Optional[float]:
-        """Seconds that the machine needs at least: for the products and exponentials at the rates of
-        this run's multiply-adds, or to read key and value, whichever is more."""
+        """Seconds that the machine needs at least: for the products and exponentials at the rates
+        of this run's multiply-adds, or to read key and value, whichever is more."""
         p, threads = self.point, self.point["threads"]
         float32 = self.best("multiply_add_float32")
         if float32 is None or p["dtype"] == "float64":

@@ -71,8 +71,8 @@ def print_table(results: list[Result], console: Console) -> None:
         mean = math.exp(statistics.mean(map(math.log, speedups)))
         slower = sum(s < 1 for s in speedups)
         console.print(
-            f"beside PyTorch's better path: geometric mean {mean:.2f}, slowest {min(speedups):.2f}, "
-            f"{slower} of {len(speedups)} points slower"
+            f"beside PyTorch's better path: geometric mean {mean:.2f}, slowest "
+            f"{min(speedups):.2f}, {slower} of {len(speedups)} points slower"
         )
 
 
