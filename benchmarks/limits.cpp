@@ -23,10 +23,17 @@ constexpr int kSums = 24;
 
 #if defined(__x86_64__)
 
+/// x, but the compiler no longer knows it: equal sums would be computed once.
+template <class T>
+__attribute__((always_inline)) inline T unknown(T x) {
+  __asm__ volatile("" : "+v"(x));
+  return x;
+}
+
 __attribute__((target("avx512f"))) void avx512() {
   __m512 sum[kSums], a = _mm512_set1_ps(0.5f), b = _mm512_set1_ps(0.25f);
 #pragma GCC unroll 24
-  for (auto& s : sum) s = _mm512_setzero_ps();
+  for (auto& s : sum) s = unknown(_mm512_setzero_ps());
   for (int64_t i = 0; i < kMultiplyAdds / (16 * kSums); ++i) {
     __asm__ volatile("" : "+v"(a), "+v"(b));
 #pragma GCC unroll 24
@@ -39,7 +46,7 @@ __attribute__((target("avx512f"))) void avx512() {
 __attribute__((target("avx2,fma"))) void avx2() {
   __m256 sum[12], a = _mm256_set1_ps(0.5f), b = _mm256_set1_ps(0.25f);
 #pragma GCC unroll 12
-  for (auto& s : sum) s = _mm256_setzero_ps();
+  for (auto& s : sum) s = unknown(_mm256_setzero_ps());
   for (int64_t i = 0; i < kMultiplyAdds / (8 * 12); ++i) {
     __asm__ volatile("" : "+x"(a), "+x"(b));
 #pragma GCC unroll 12
@@ -53,7 +60,7 @@ __attribute__((target("avx512f,avx512bf16"))) void avx512_bf16() {
   __m512 sum[kSums];
   __m512i a = _mm512_set1_epi32(0x3f003f00), b = _mm512_set1_epi32(0x3e803e80);
 #pragma GCC unroll 24
-  for (auto& s : sum) s = _mm512_setzero_ps();
+  for (auto& s : sum) s = unknown(_mm512_setzero_ps());
   for (int64_t i = 0; i < kMultiplyAdds / (32 * kSums); ++i) {
     __asm__ volatile("" : "+v"(a), "+v"(b));
 #pragma GCC unroll 24

@@ -7,7 +7,7 @@
 namespace limits {
 
 /// Multiply-adds of one call of multiply_add_*, by each thread.
-constexpr int64_t kMultiplyAdds = int64_t(1) << 21;
+constexpr int64_t kMultiplyAdds = int64_t(1) << 24;
 
 /// Whether this processor has the instructions that the kernels would use at best.
 bool has_float32();

@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Optional
 
-MULTIPLY_ADDS = 2**21  # of one call, by each thread; limits.h
+MULTIPLY_ADDS = 2**24  # of one call, by each thread; limits.h
 # What an exponential takes from the pipes that multiply and add: a polynomial of degree 5 in six
 # operations, the rest of it (rounding, scaling) goes elsewhere.
 OPERATIONS_OF_EXP = 6

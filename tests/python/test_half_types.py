@@ -4,6 +4,10 @@ The bound is FlashAttention's: at most twice the error of the same computation i
 of the same dtype, both against the definition in float64.
 """
 
+import os
+import subprocess
+import sys
+
 import definition
 import pytest
 import samples
@@ -12,12 +16,51 @@ from test_definition import results
 
 import qkv
 
+BATCH = {"batch": [2], "heads": 2, "queries": 70, "keys": 301, "head_dim": 24, "value_dim": 33}
+MANY_KEYS = {
+    "plain": {},
+    "causal": {"is_causal": True, "query_offset": 231},
+    "window": {"window": [40, 3], "query_offset": 100},
+    "grouped": {"heads": 6, "kv_heads": 2, "enable_gqa": True, "queries": 40},
+    "scores": {"softcap": 5.0, "alibi_slopes": {"shape": [2]}, "sinks": {"shape": [2]}},
+    "masks": {
+        "attn_mask": {"dtype": "float", "shape": [2, 70, 301], "minus_inf": True},
+        "key_mask": {"shape": [2, 301]},
+    },
+    "dropout": {"dropout_p": 0.3},
+    "one_tile": {"queries": 20, "keys": 2100, "is_causal": True, "query_offset": 1000},
+}
+
 half_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
 @half_types
 @samples.parametrize(empty=False)
 def test_at_most_twice_the_error_of_pytorch(entry, dtype):
+    check(entry, dtype)
+
+
+@half_types
+@pytest.mark.parametrize("name", MANY_KEYS)
+def test_many_keys(name, dtype):
+    """With AVX512-BF16, those of bfloat16 are multiplied in pairs."""
+    check({"name": name, **BATCH, **MANY_KEYS[name]}, dtype)
+
+
+def test_products_in_bfloat16():
+    """The same where they are not this processor's choice."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_many_keys", "-k", "bfloat16"],
+        env={**os.environ, "QKV_CPU_ISA": "avx512_bf16"},
+        capture_output=True,
+        text=True,
+    )
+    if "this processor does not have it" in done.stdout + done.stderr:
+        pytest.skip("no avx512_bf16 here")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check(entry, dtype):
     sample = samples.make(entry, dtype).requires_grad()
     exact = sample.to(torch.float64).requires_grad()
     actual = results(qkv.attention_with_lse, sample, dtype)

@@ -9,6 +9,7 @@ namespace {
 struct Isa {
   const CpuKernelTable* table;
   bool (*runs_here)();
+  bool (*is_slow_here)() = [] { return false; };  // then it runs only if asked for by name
 };
 
 #if defined(QKV_X86)
@@ -21,7 +22,10 @@ bool has_avx512() {
 // Best first.
 const Isa kIsas[] = {
 #if defined(QKV_X86)
-    {&avx512_bf16::table, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }},
+    // Products of bfloat16 are twice as fast as float32's on AMD's processors, but half as fast on
+    // Intel's (measured on Emerald Rapids), which have AMX for them.
+    {&avx512_bf16::table, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16"); },
+     [] { return !__builtin_cpu_is("amd"); }},
     {&avx512::table, has_avx512},
     {&avx2::table,
      [] {
@@ -38,7 +42,7 @@ const Isa kIsas[] = {
 
 ChosenKernels choose_cpu_kernels(const char* name) {
   for (const Isa& isa : kIsas) {
-    if (name != nullptr && strcmp(name, isa.table->isa) != 0) continue;
+    if (name == nullptr ? isa.is_slow_here() : strcmp(name, isa.table->isa) != 0) continue;
     if (isa.runs_here()) return {IsaChoice::kFound, isa.table};
     if (name != nullptr) return {IsaChoice::kNotOnThisCpu, nullptr};
   }
