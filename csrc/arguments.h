@@ -28,7 +28,7 @@ struct Arguments {
   OptionalTensor key_mask;
 };
 
-/// A call that has passed every check, with every default filled in.
+/// A call that has passed every check, with every default filled in but the scale's.
 struct Call {
   Operands operands;            // without a seed
   bool unbatched_head = false;  // all of the caller's tensors were (rows, width)
