@@ -44,11 +44,10 @@ def peak(what: str, n: int, width: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("what", "width"), [("backward", 64), ("double_backward", 24), ("forward_mode", 24)]
+    ("what", "width"), [("backward", 64), ("double_backward", 24), ("forward_mode", 64)]
 )
 def test_linear_in_the_length(what, width):
     # The scores alone would be 2 * n * n floats: 128 MiB at 4096, 2 GiB at 16384.
     few, many = peak(what, 4096, width), peak(what, 16384, width)
     print(f"{what}: {few:.0f} MiB at N = 4096, {many:.0f} MiB at N = 16384")
-    # Four times as much; what the process itself takes and gives back varies by a MiB or two.
-    assert 2 < few and many < 4.2 * few + 4
+    assert 2 < few and many < 4.5 * few
