@@ -11,8 +11,17 @@ namespace {
 
 std::string kernel_name(const Call& call) {
   if (!call.unfused_reason.empty()) return "unfused reference: " + call.unfused_reason;
-  return c10::str("fused cpu ", dtype_name(call.operands.query.scalar_type()), ' ',
-                  cpu::kernel_table().isa);
+  const Tensor& query = call.operands.query;
+  const auto* isa = query.is_cuda() ? "simt" : cpu::kernel_table().isa;
+  return c10::str("fused ", query.is_cuda() ? "cuda " : "cpu ", dtype_name(query.scalar_type()), ' ',
+                  isa);
+}
+
+std::string kernel_of_second_order(const Call& call) {
+  if (call.operands.query.is_cuda() && call.unfused_reason.empty()) {
+    return "unfused reference formulas: there are no kernels for CUDA yet";
+  }
+  return kernel_name(call);
 }
 
 std::string bound(const c10::SymInt& x) {
@@ -33,7 +42,7 @@ std::string description(const char* op, const Call& call) {
   std::ostringstream out;
   out << op << '\n';
   out << "  forward, backward  " << kernel_name(call) << '\n';
-  out << "  second order, jvp  " << kernel_name(call) << '\n';
+  out << "  second order, jvp  " << kernel_of_second_order(call) << '\n';
   out << "  third order        "
       << (call.unfused_reason.empty() ? "unfused reference formulas" : "unfused reference") << '\n';
   out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)

@@ -2,11 +2,16 @@
 # Speed beside PyTorch and beside the machine's limits, measured in one run, in turns.
 #
 #   scripts/bench.sh [cpu] [--quick] [--filter WORDS] [--turns N] [--output DIR]
+#   scripts/bench.sh cuda [--filter WORDS] [--rounds N] [--output DIR]
 #
-# Nothing else may run meanwhile. The full grid takes about 25 minutes, --quick under 3.
+# Nothing else may run meanwhile. The full grid of the CPU takes about 25 minutes, --quick under 3.
 source "$(dirname "$0")/environment.sh"
 
 scripts/setup.sh
 say "Building"
+if [ "${1:-}" = cuda ]; then
+  scripts/build.sh
+  PYTHONPATH=$PWD exec "$PYTHON" benchmarks/cuda.py "${@:2}"
+fi
 scripts/build.sh benchmarks
 PYTHONPATH=$PWD exec "$PYTHON" benchmarks/run.py "$@"

@@ -8,7 +8,7 @@
 #include "cpu/attention_jvp.h"
 #include "cpu/gradients.h"
 #include "cpu/kernels.h"
-#include "cpu/problem.h"
+#include "cpu/readable.h"
 #include "cpu/units.h"
 #include "layout.h"
 

@@ -6,7 +6,7 @@
 
 #include "checks.h"
 #include "cpu/kernels.h"
-#include "cpu/problem.h"
+#include "cpu/readable.h"
 #include "cpu/units.h"
 #include "layout.h"
 

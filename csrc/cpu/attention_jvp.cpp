@@ -6,7 +6,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
-#include "cpu/problem.h"
+#include "cpu/readable.h"
 #include "layout.h"
 
 namespace qkv::cpu {

@@ -18,15 +18,15 @@ struct KeyRange {
   int64_t begin;
   int64_t end;
 
-  bool empty() const { return begin >= end; }
-  bool contains(KeyRange other) const { return begin <= other.begin && other.end <= end; }
-  KeyRange intersection(KeyRange other) const {
+  QKV_INLINE bool empty() const { return begin >= end; }
+  QKV_INLINE bool contains(KeyRange other) const { return begin <= other.begin && other.end <= end; }
+  QKV_INLINE KeyRange intersection(KeyRange other) const {
     return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end};
   }
 };
 
 /// The keys that query i may see, among N.
-inline KeyRange keys_of_query(const Band& band, int64_t i, int64_t keys) {
+QKV_INLINE KeyRange keys_of_query(const Band& band, int64_t i, int64_t keys) {
   const int64_t p = i + band.offset;
   KeyRange range{0, keys};
   if (band.left >= 0 && p - band.left > 0) range.begin = p - band.left;
@@ -35,16 +35,16 @@ inline KeyRange keys_of_query(const Band& band, int64_t i, int64_t keys) {
 }
 
 /// Keys seen by at least one of the queries first <= i <= last. May be empty.
-inline KeyRange keys_of_any(const Band& band, int64_t first, int64_t last, int64_t keys) {
+QKV_INLINE KeyRange keys_of_any(const Band& band, int64_t first, int64_t last, int64_t keys) {
   return {keys_of_query(band, first, keys).begin, keys_of_query(band, last, keys).end};
 }
 
 /// Keys seen by every one of the queries first <= i <= last. May be empty.
-inline KeyRange keys_of_all(const Band& band, int64_t first, int64_t last, int64_t keys) {
+QKV_INLINE KeyRange keys_of_all(const Band& band, int64_t first, int64_t last, int64_t keys) {
   return {keys_of_query(band, last, keys).begin, keys_of_query(band, first, keys).end};
 }
 
 /// Blocks of keys begin at multiples of 8: masks and random numbers come in groups of 8 keys.
-inline int64_t first_of_eight(int64_t key) { return key - key % 8; }
+QKV_INLINE int64_t first_of_eight(int64_t key) { return key - key % 8; }
 
 }  // namespace qkv::kernels::QKV_ISA

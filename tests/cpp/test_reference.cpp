@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include "arguments.h"
+#include "call.h"
 #include "definition.h"
 #include "gradcheck.h"
 #include "reference.h"
@@ -15,37 +15,9 @@ namespace {
 using samples::Sample;
 using torch::Tensor;
 
-/// A checked call, its seed drawn.
-qkv::Call call_of(const Sample& s) {
-  const auto& o = s.options;
-  qkv::Arguments a;
-  a.query = s.query;
-  a.key = s.key;
-  a.value = s.value;
-  a.attn_mask = o.attn_mask();
-  a.dropout_p = o.dropout_p();
-  a.is_causal = o.is_causal();
-  a.scale = o.scale();
-  a.enable_gqa = o.enable_gqa();
-  if (o.window()) a.window = {o.window()->first, o.window()->second};
-  if (o.query_offset()) a.query_offset = *o.query_offset();
-  a.softcap = o.softcap();
-  a.alibi_slopes = o.alibi_slopes();
-  a.sinks = o.sinks();
-  a.key_mask = o.key_mask();
-  qkv::Call call = qkv::checked_call("test", a);
-  qkv::Operands& x = call.operands;
-  torch::manual_seed(1);
-  if (x.dropout_p > 0.0) {
-    x.dropout_seed = torch::randint(std::numeric_limits<int64_t>::max(),
-                                    x.query.sizes().slice(0, x.query.dim() - 3), torch::kLong);
-  }
-  return call;
-}
-
 /// What the operator would do with a sample on a device without kernels.
 std::vector<Tensor> referred(const Sample& s) {
-  const qkv::Call call = call_of(s);
+  const qkv::Call call = samples::call_of(s);
   const auto [out, lse] = qkv::reference::attention(call.operands);
   return {call.restore_rank(out), call.restore_rank(lse)};
 }
@@ -68,7 +40,7 @@ bool near(const Tensor& a, const Tensor& b) {
 
 TEST_P(ReferenceSamples, KernelsOfSecondOrderEqualItsFormulas) {
   torch::NoGradGuard no_grad;
-  const qkv::Operands x = call_of(GetParam()).operands;
+  const qkv::Operands x = samples::call_of(GetParam()).operands;
   const auto operands = x.tensors();
   const auto of_forward = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
   const auto& [out, lse, out_rest, lse_rest] = of_forward;

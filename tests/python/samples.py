@@ -67,6 +67,11 @@ def parametrize(**conditions: Any):
     return pytest.mark.parametrize("entry", chosen, ids=[e["name"] for e in chosen])
 
 
+def generator(seed: int) -> torch.Generator:
+    """Of the device that tests run on (see conftest.py)."""
+    return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+
+
 def _laid_out(x: Tensor, layout: Optional[str], role: str) -> Tensor:
     if layout == "rows_heads":  # (B, M, H, D) in memory, as projections leave it
         return x.transpose(-3, -2).contiguous().transpose(-3, -2)
@@ -81,7 +86,7 @@ def _laid_out(x: Tensor, layout: Optional[str], role: str) -> Tensor:
 
 def make(entry: dict, dtype: torch.dtype = torch.float64, seed: int = 0) -> Sample:
     d = {**DEFAULTS, **entry}
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)

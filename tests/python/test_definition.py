@@ -41,7 +41,7 @@ def assert_near(name, actual, expected, tolerance, allowed=0.0):
 def results(op, sample, grad_dtype):
     """Output, logsumexp, and gradients of a function of both; incoming ones of `grad_dtype`."""
     out, lse, *_ = sample.call(op)
-    g = torch.Generator().manual_seed(2)
+    g = samples.generator(2)
     grad_out, grad_lse = (
         torch.randn(x.shape, generator=g, dtype=torch.float64).to(dtype).to(x.dtype)
         for x, dtype in ((out, grad_dtype), (lse, torch.promote_types(grad_dtype, torch.float32)))

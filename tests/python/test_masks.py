@@ -3,6 +3,7 @@ never give NaN."""
 
 import definition
 import pytest
+import samples
 import torch
 
 import qkv
@@ -24,7 +25,7 @@ MASKINGS = {
 
 
 def tensors(dtype, requires_grad=False):
-    g = torch.Generator().manual_seed(1)
+    g = samples.generator(1)
     return [
         torch.randn(2, 5 if i == 0 else 6, 4, generator=g, dtype=torch.float64)
         .to(dtype)

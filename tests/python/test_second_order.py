@@ -28,7 +28,7 @@ LARGE = [
 
 def directions(sample, seed=3):
     """Cotangents of output and logsumexp, and one direction for each differentiable tensor."""
-    g = torch.Generator().manual_seed(seed)
+    g = samples.generator(seed)
     out, lse, *_ = sample.call(definition.attention)
     normal = lambda x: torch.randn(x.shape, generator=g, dtype=torch.float64)  # noqa: E731
     # A logsumexp of -inf is constant.

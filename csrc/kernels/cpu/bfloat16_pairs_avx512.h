@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/cpu/half.inc.h"
+#include "kernels/half.h"
 #include "kernels/cpu/simd_avx512.h"
 
 // AVX512-BF16 multiplies pairs of bfloat16 and adds both products to a float32:

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "kernels/band.h"
-#include "kernels/cpu/half.inc.h"
+#include "kernels/half.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/transpose.inc.h"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/cpu/half.inc.h"
+#include "kernels/half.h"
 
 // The mathematics of a softmax on vectors, and the Math of OnlineSoftmax.
 

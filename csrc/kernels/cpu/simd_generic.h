@@ -2,12 +2,12 @@
 
 #include <stdint.h>
 
-#include "kernels/cpu/half.inc.h"
-
 // Vectors of 4 floats or 2 doubles in the compiler's own vector types: any processor. The
 // interface is described in simd_avx512.h.
 
 #define QKV_INLINE inline __attribute__((always_inline))
+
+#include "kernels/half.h"
 
 namespace qkv::kernels::generic {
 

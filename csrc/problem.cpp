@@ -1,10 +1,10 @@
-#include "cpu/problem.h"
+#include "problem.h"
 
 #include <c10/util/Exception.h>
 
 #include <limits>
 
-namespace qkv::cpu {
+namespace qkv {
 
 namespace {
 
@@ -159,4 +159,4 @@ void check_batch_dimensions(const Operands& x) {
   }
 }
 
-}  // namespace qkv::cpu
+}  // namespace qkv

@@ -1,0 +1,199 @@
+"""Times the operator on a GPU beside PyTorch's and beside the device's limits.
+
+    scripts/bench.sh cuda [--output DIR] [--rounds N] [--filter WORDS]
+
+All systems take turns in one run, in random order, each timed by CUDA events around enough calls to
+last some milliseconds. Limits are what the run itself measures: of a matrix product of the same dtype
+(without TF32), and of a copy. Needs nothing but torch: machines with GPUs may have no network.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Callable, Optional
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import qkv
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+TARGET_MS = 5.0
+
+
+@dataclass
+class Point:
+    name: str
+    dtype: str
+    direction: str  # forward or backward
+    batch: int = 1
+    heads: int = 16
+    kv_heads: int = 16
+    queries: int = 4096
+    keys: int = 4096
+    head_dim: int = 64
+    causal: bool = False
+
+    @property
+    def multiply_adds(self) -> float:
+        """Of two products forward and five backward, half of them if causal."""
+        pairs = self.batch * self.heads * self.queries * self.keys * (0.5 if self.causal else 1.0)
+        return pairs * self.head_dim * (2 if self.direction == "forward" else 5)
+
+    @property
+    def bytes_read(self) -> float:
+        size = torch.finfo(DTYPES[self.dtype]).bits // 8
+        return 2 * self.batch * self.kv_heads * self.keys * self.head_dim * size
+
+    @property
+    def is_decode(self) -> bool:
+        return self.queries <= 4
+
+
+def grid() -> list[Point]:
+    points = []
+    for dtype in ("fp32", "bf16", "fp16"):
+        for direction in ("forward", "backward"):
+            for keys in (512, 2048, 4096):
+                for head_dim in (64, 128):
+                    for causal in (False, True):
+                        name = f"{dtype} {direction} N{keys} D{head_dim}" + " causal" * causal
+                        p = Point(name, dtype, direction, 1, 16, 16, keys, keys, head_dim, causal)
+                        points.append(p)
+        for batch, kv_heads in ((1, 32), (1, 8), (16, 32), (16, 8)):
+            name = f"{dtype} decode B{batch} H32:{kv_heads} N32768 D128"
+            points.append(Point(name, dtype, "forward", batch, 32, kv_heads, 1, 32768, 128))
+    points.append(Point("fp64 forward N2048 D64", "fp64", "forward", queries=2048, keys=2048))
+    points.append(Point("fp64 backward N2048 D64", "fp64", "backward", queries=2048, keys=2048))
+    return points
+
+
+def systems(p: Point) -> dict[str, Callable[[], object]]:
+    """What is timed at a point, by name; each a call without arguments."""
+    options = {"device": "cuda", "dtype": DTYPES[p.dtype]}
+    backward = p.direction == "backward"
+
+    def leaf(heads: int, rows: int) -> torch.Tensor:
+        x = torch.randn(p.batch, heads, rows, p.head_dim, **options)
+        return x.requires_grad_(backward)
+
+    q, k, v = leaf(p.heads, p.queries), leaf(p.kv_heads, p.keys), leaf(p.kv_heads, p.keys)
+    grouped = {"is_causal": p.causal, "enable_gqa": p.heads != p.kv_heads}
+
+    def timed(attention: Callable[..., torch.Tensor]) -> Callable[[], object]:
+        if not backward:
+            return lambda: attention(q, k, v, **grouped)
+        out = attention(q, k, v, **grouped)
+        grad = torch.randn_like(out)
+        return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+    def of_backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+        def attention(*args, **kwargs):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*args, **kwargs)
+
+        return attention
+
+    found = {"qkv": timed(qkv.attention), "sdpa": timed(F.scaled_dot_product_attention)}
+    for name, backend in (
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ):
+        try:
+            found[name] = timed(of_backend(backend))
+            found[name]()
+        except RuntimeError:  # it does not take this
+            found.pop(name, None)
+    return found
+
+
+def milliseconds(call: Callable[[], object], calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    counts = {}
+    for name, call in calls.items():
+        call()  # whatever is done once
+        counts[name] = max(1, min(100, round(TARGET_MS / max(milliseconds(call, 2), 1e-3))))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in random.sample(list(calls), len(calls)):
+            times[name].append(milliseconds(calls[name], counts[name]))
+    return times
+
+
+def limits(dtype: str, rounds: int) -> dict[str, float]:
+    """Multiply-adds a second of a matrix product, and bytes a second that a copy reads and writes."""
+    size = 4096 if dtype == "fp64" else 8192
+    a = torch.randn(size, size, device="cuda", dtype=DTYPES[dtype])
+    b = torch.randn_like(a)
+    source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    to = torch.empty_like(source)
+    times = measure({"product": lambda: a @ b, "copy": lambda: to.copy_(source)}, rounds)
+    return {
+        "multiply_adds": size**3 / min(times["product"]) * 1e3,
+        "bytes": 2 * source.numel() / min(times["copy"]) * 1e3,
+    }
+
+
+def row(p: Point, times: dict[str, list[float]], limit: dict[str, float]) -> str:
+    ours = statistics.median(times["qkv"])
+    spread = (max(times["qkv"]) - min(times["qkv"])) / ours
+    others = [
+        f"{statistics.median(t) / ours:.2f}" if (t := times.get(name)) else ""
+        for name in ("sdpa", "flash", "efficient", "cudnn")
+    ]
+    if p.is_decode:
+        share = p.bytes_read / (min(times["qkv"]) * 1e-3) / limit["bytes"]
+    else:
+        share = p.multiply_adds / (min(times["qkv"]) * 1e-3) / limit["multiply_adds"]
+    cells = [p.name, f"{ours:.3f}", f"{spread:.0%}", f"{share:.2f}", *others]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(argv: Optional[list[str]] = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--filter", default="", help="words that a point's name contains")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.exit("there is no GPU here")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    points = [p for p in grid() if all(word in p.name for word in args.filter.split())]
+    of_dtype = {d: limits(d, args.rounds) for d in sorted({p.dtype for p in points})}
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; x: PyTorch's time over ours",
+        "",
+        "| | ms | spread | of the limit | x sdpa | x flash | x efficient | x cudnn |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines))
+    results = []
+    for p in points:
+        times = measure(systems(p), args.rounds)
+        results.append({"point": asdict(p), "milliseconds": times})
+        lines.append(row(p, times, of_dtype[p.dtype]))
+        print(lines[-1], flush=True)
+    args.output.mkdir(parents=True, exist_ok=True)
+    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    report = {**device, "limits": of_dtype, "results": results}
+    (args.output / "cuda.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.output / "cuda.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

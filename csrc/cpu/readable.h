@@ -1,0 +1,63 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "operands.h"
+#include "problem.h"
+
+// Tensors as the kernels of a CPU read them.
+
+namespace qkv::cpu {
+
+/// x in another dtype; dimensions in which it is broadcast still are.
+inline Tensor converted(const Tensor& x, at::ScalarType type) {
+  if (x.scalar_type() == type) return x;
+  Tensor once = x;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (x.stride(d) == 0 && x.size(d) > 1) once = once.narrow(d, 0, 1);
+  }
+  return once.to(type).expand(x.sizes());
+}
+
+/// A tensor as the kernels read it: bfloat16 and float16 as float32, each row in one piece.
+inline Tensor readable(const Tensor& x, at::ScalarType real) {
+  return with_unit_columns(converted(x, real));
+}
+
+/// What of query, key and value a kernel reads in 16 bits.
+enum class Reads16Bits { kNothing, kKeyValue, kAll };
+
+/// Masks are read as they are.
+inline Operands readable(Operands x, at::ScalarType real,
+                         Reads16Bits reads = Reads16Bits::kNothing) {
+  const auto stored = x.query.scalar_type();
+  const auto key_value = reads == Reads16Bits::kNothing ? real : stored;
+  x.query = readable(x.query, reads == Reads16Bits::kAll ? stored : real);
+  x.key = readable(x.key, key_value);
+  x.value = readable(x.value, key_value);
+  // The kernel that reads all in 16 bits reads the key in pairs, rows of which begin like the
+  // first.
+  if (reads == Reads16Bits::kAll && x.key.stride(-2) % 2 != 0) x.key = x.key.contiguous();
+  if (x.alibi_slopes) x.alibi_slopes = x.alibi_slopes->to(real);
+  if (x.sinks) x.sinks = x.sinks->to(real);
+  return x;
+}
+
+/// An output with what rounding took from it.
+inline Tensor exact_output(const Tensor& out, const Tensor& out_rest, at::ScalarType real) {
+  const Tensor x = readable(out, real);
+  return has_16_bits(out) ? with_unit_columns(x.add(out_rest)) : x;
+}
+
+/// Tangents as the kernels read them.
+inline Tangents readable(Tangents tangents, at::ScalarType real) {
+  for (size_t i = 0; i < 3; ++i) {  // query, key, value
+    if (tangents[i]) tangents[i] = readable(*tangents[i], real);
+  }
+  for (size_t i = 3; i < tangents.size(); ++i) {
+    if (tangents[i]) tangents[i] = converted(*tangents[i], real);
+  }
+  return tangents;
+}
+
+}  // namespace qkv::cpu

@@ -1,0 +1,100 @@
+// _attention_backward on CUDA: tensors to Params, and a launch for each kind of gradient.
+
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "checks.h"
+#include "cuda/operands.h"
+#include "cuda/stream.h"
+#include "kernels/cuda/simt/tasks.h"
+#include "layout.h"
+
+namespace qkv::cuda {
+
+namespace {
+
+constexpr const char* kOp = "qkv::_attention_backward";
+
+template <class T>
+T* numbers_of(const Tensor& x) {
+  return x.defined() ? static_cast<T*>(x.data_ptr()) : nullptr;
+}
+
+template <class T>
+void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
+         const Tensor& out, const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
+         const Gradients& grads, const Needs& needs) {
+  kernels::simt::BackwardTask<T> task{};
+  kernels::BackwardParams<T>& params = task.backward;
+  BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
+  describe(params.problem, x, batch);
+  describe(params.grad_out, grad_out, batch);
+  describe(params.out, out, batch);
+  if (has_16_bits(out)) describe(task.out_rest, out_rest, batch);
+  if (needs[0]) describe(params.grad_query, grads[0], batch);
+  if (needs[1]) describe(params.grad_key, grads[1], batch);
+  if (needs[2]) describe(params.grad_value, grads[2], batch);
+  if (needs[3]) describe(task.grad_mask, grads[3], batch);
+  batch.complete(params.problem);
+  params.lse = static_cast<const T*>(lse.const_data_ptr());
+  params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
+  params.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
+  const Tensor delta = at::empty_like(lse);
+  const Tensor slope_gradient = needs[4] ? at::empty_like(lse) : Tensor();
+  // One number for each (batch.., Hq).
+  auto heads = lse.sizes().vec();
+  heads.pop_back();
+  const auto numbers_of_heads = [&](bool needed) {
+    return needed ? at::empty(heads, lse.options().dtype(at::kDouble)) : Tensor();
+  };
+  const Tensor slopes = numbers_of_heads(needs[4]), sinks = numbers_of_heads(needs[5]);
+  task.delta = numbers_of<T>(delta);
+  task.slope_gradient = numbers_of<T>(slope_gradient);
+  task.grad_slopes = numbers_of<double>(slopes);
+  task.grad_sinks = numbers_of<double>(sinks);
+
+  const Stream stream(x.query);
+  check(kOp, kernels::simt::attention_backward(task, storage_of(x.query), stream.get()));
+  if (needs[4]) grads[4].copy_(slopes.sum_to_size(grads[4].sizes()));
+  if (needs[5]) grads[5].copy_(sinks.sum_to_size(grads[5].sizes()));
+}
+
+TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_out,
+                                  const OptionalTensor& grad_lse, const Tensor& out,
+                                  const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
+                                  Needs needs) {
+  check_operands(kOp, operands);
+  check_needs(kOp, operands, needs);
+  check_grad_outputs(kOp, operands, grad_out, grad_lse);
+  check_forward_results(kOp, operands, out, lse, out_rest, lse_rest);
+  check_batch_dimensions(operands);
+  const Gradients results = empty_gradients(operands, needs);
+  const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
+  if (nothing_attends && !(needs[5] && lse.numel() > 0)) {
+    for (const Tensor& grad : results) grad.zero_();
+    return std::tuple_cat(results);
+  }
+
+  const auto real = lse.scalar_type();
+  Gradients grads = results;
+  if (needs[3]) grads[3] = writable(results[3], real);  // summed in memory, rounded once
+  OptionalTensor dense_grad_lse;
+  if (grad_lse) dense_grad_lse = grad_lse->contiguous();
+  // Batch dimensions must merge if there are many. Those of out do if the query's did.
+  const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
+  const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
+  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  run_in(readable(operands, real), with_unit_columns(incoming), dense_grad_lse,
+         with_unit_columns(out), lse.contiguous(), with_unit_columns(out_rest),
+         lse_rest.contiguous(), grads, needs);
+  if (!grads[3].is_same(results[3])) results[3].copy_(grads[3]);
+  return std::tuple_cat(results);
+}
+
+TORCH_LIBRARY_IMPL(qkv, QKV_CUDA_KEY, m) {
+  m.impl("_attention_backward", flat<&attention_backward>);
+}
+
+}  // namespace
+
+}  // namespace qkv::cuda

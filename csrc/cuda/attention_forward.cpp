@@ -1,0 +1,54 @@
+// _attention_forward on CUDA: tensors to Params, and one launch (two if the keys are split).
+
+#include <torch/library.h>
+
+#include "checks.h"
+#include "cuda/operands.h"
+#include "cuda/stream.h"
+#include "kernels/cuda/simt/tasks.h"
+#include "layout.h"
+
+namespace qkv::cuda {
+
+namespace {
+
+constexpr const char* kOp = "qkv::_attention_forward";
+
+template <class T>
+void run(const Operands& x, const TensorTuple<4>& results) {
+  const auto& [out, lse, out_rest, lse_rest] = results;
+  kernels::simt::ForwardTask<T> task{};
+  kernels::ForwardParams<T>& params = task.forward;
+  BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
+  describe(params.problem, x, batch);
+  describe(params.out, out, batch);
+  if (has_16_bits(out)) describe(task.out_rest, out_rest, batch);
+  batch.complete(params.problem);
+  params.lse = static_cast<T*>(lse.data_ptr());
+  params.lse_rest = static_cast<T*>(lse_rest.data_ptr());
+  task.splits = kernels::simt::forward_splits(params.problem);
+  const Tensor partial = at::empty({kernels::simt::forward_partial_size(task)}, lse.options());
+  params.partial = static_cast<T*>(partial.data_ptr());
+
+  const Stream stream(x.query);
+  check(kOp, kernels::simt::attention_forward(task, storage_of(x.query), stream.get()));
+}
+
+TensorTuple<4> attention_forward(const Operands& x) {
+  check_operands(kOp, x);
+  check_batch_dimensions(x);
+  const auto results = empty_forward_results(x);
+  const auto real = std::get<1>(results).scalar_type();
+  if (std::get<1>(results).numel() == 0) return results;
+  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  run_in(readable(x, real), results);
+  return results;
+}
+
+TORCH_LIBRARY_IMPL(qkv, QKV_CUDA_KEY, m) {
+  m.impl("_attention_forward", flat<&attention_forward>);
+}
+
+}  // namespace
+
+}  // namespace qkv::cuda

@@ -1,0 +1,10 @@
+#define QKV_ISA simt
+#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/simt/launch.cuh"
+
+namespace qkv::kernels::simt {
+
+template int run_forward<Float16>(const ForwardTask<float>&, void*);
+template int run_backward<Float16>(const BackwardTask<float>&, void*);
+
+}  // namespace qkv::kernels::simt

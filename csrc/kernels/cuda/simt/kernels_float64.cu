@@ -1,0 +1,10 @@
+#define QKV_ISA simt
+#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/simt/launch.cuh"
+
+namespace qkv::kernels::simt {
+
+template int run_forward<double>(const ForwardTask<double>&, void*);
+template int run_backward<double>(const BackwardTask<double>&, void*);
+
+}  // namespace qkv::kernels::simt

@@ -1,0 +1,132 @@
+#pragma once
+
+#include "kernels/cuda/simt/mask_gradient.cuh"
+
+// Which kernels a call runs, in which order, with how many blocks and how much shared memory. Each
+// kernels_*.cu compiles this for one element type.
+
+namespace qkv::kernels::simt {
+
+/// Rows of a tile of the forward kernel: few if there are no more, else as many as fit registers.
+template <class T>
+constexpr int kForwardOwn = 32 / static_cast<int>(sizeof(T));
+constexpr int kFewRows = kSide;
+
+template <class T>
+bool has_few_rows(const Problem<T>& p) {
+  return p.query_heads / p.kv_heads * p.queries <= kFewRows;
+}
+
+inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class T>
+int64_t forward_tiles(const Problem<T>& p) {
+  const int64_t rows = p.query_heads / p.kv_heads * p.queries;
+  return ceil_divide(rows, has_few_rows(p) ? kFewRows : kSide * kForwardOwn<T>);
+}
+
+/// Of sizes alone, so that bits do not depend on the batch; ranges of at least 512 keys, and no more
+/// blocks of a head than 32.
+template <class T>
+int64_t number_of_splits(const Problem<T>& p) {
+  const int64_t wanted = 32 / forward_tiles(p), possible = p.keys / 512;
+  const int64_t splits = wanted < possible ? wanted : possible;
+  return splits < 1 ? 1 : splits;
+}
+
+/// A grid holds 2^31 - 1 blocks; kernels walk over what is more.
+inline int64_t blocks_of(int64_t units) { return units < 0x7fffffff ? units : 0x7fffffff; }
+
+template <class Shared>
+int64_t shared_bytes() {
+  static char as_much_as_there_is[228 << 10];
+  return Shared(as_much_as_there_is).memory.taken();
+}
+
+template <class Element, int kOwn, int kColumns>
+int launch_forward(const ForwardTask<Real<Element>>& task, void* stream) {
+  using T = Real<Element>;
+  const Problem<T>& p = task.forward.problem;
+  const int64_t chunks = p.value_dim == 0 ? 1 : ceil_divide(p.value_dim, kSide * kColumns);
+  const int64_t units =
+      p.batch * p.kv_heads * chunks * task.splits *
+      ceil_divide(p.query_heads / p.kv_heads * p.queries, kSide * kOwn);
+  return device::launch("attention_forward", attention_forward_kernel<Element, kOwn, kColumns>,
+                        blocks_of(units), kThreads,
+                        shared_bytes<ForwardShared<T, kOwn, kColumns>>(), stream, task, units);
+}
+
+template <class Element>
+int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
+  using T = Real<Element>;
+  const Problem<T>& p = task.forward.problem;
+  constexpr int kOwn = kForwardOwn<T>;
+  int error;
+  if (has_few_rows(p)) {
+    error = p.value_dim <= 64 ? launch_forward<Element, 1, 4>(task, stream)
+                              : launch_forward<Element, 1, 8>(task, stream);
+  } else {
+    error = p.value_dim <= 64 ? launch_forward<Element, kOwn, 4>(task, stream)
+                              : launch_forward<Element, kOwn, 8>(task, stream);
+  }
+  if (error != 0 || task.splits == 1) return error;
+  const int64_t rows = p.batch * p.query_heads * p.queries;
+  return device::launch("merge_forward", merge_forward_kernel<Element>,
+                        blocks_of(ceil_divide(rows, kThreads / device::kWarp)), kThreads, 0, stream,
+                        task, rows);
+}
+
+template <class Element, int kColumns>
+int launch_grad_query(const BackwardTask<Real<Element>>& task, void* stream) {
+  const auto& p = task.backward.problem;
+  const int64_t chunks = p.head_dim == 0 ? 1 : ceil_divide(p.head_dim, kSide * kColumns);
+  const int64_t units = p.batch * p.kv_heads * chunks *
+                        ceil_divide(p.query_heads / p.kv_heads * p.queries, kBackwardRows);
+  return device::launch("grad_query", grad_query_kernel<Element, kColumns>, blocks_of(units),
+                        kThreads, shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream,
+                        task, units);
+}
+
+template <class Element, int kColumns>
+int launch_grad_key(const BackwardTask<Real<Element>>& task, void* stream) {
+  const auto& p = task.backward.problem;
+  const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+  if (widest == 0) return 0;
+  const int64_t units = p.batch * p.kv_heads * ceil_divide(widest, kSide * kColumns) *
+                        ceil_divide(p.keys, kBackwardRows);
+  return device::launch("grad_key", grad_key_kernel<Element, kColumns>, blocks_of(units), kThreads,
+                        shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream, task,
+                        units);
+}
+
+template <class Element>
+int run_backward(const BackwardTask<Real<Element>>& task, void* stream) {
+  using T = Real<Element>;
+  const BackwardParams<T>& params = task.backward;
+  const Problem<T>& p = params.problem;
+  const int64_t rows = p.batch * p.query_heads * p.queries;
+  int error = device::launch("delta", delta_kernel<Element>,
+                             blocks_of(ceil_divide(rows, kThreads / device::kWarp)), kThreads, 0,
+                             stream, task, rows);
+  if (error == 0 && (params.grad_query.data != nullptr || task.slope_gradient != nullptr)) {
+    error = p.head_dim <= 64 ? launch_grad_query<Element, 4>(task, stream)
+                             : launch_grad_query<Element, 8>(task, stream);
+  }
+  if (error == 0 && (params.grad_key.data != nullptr || params.grad_value.data != nullptr)) {
+    error = p.head_dim <= 64 && p.value_dim <= 64 ? launch_grad_key<Element, 4>(task, stream)
+                                                  : launch_grad_key<Element, 8>(task, stream);
+  }
+  if (error == 0 && task.grad_mask.data != nullptr) {
+    const int64_t units = MaskUnits::of(p, task.grad_mask).count();
+    error = device::launch("mask_gradient", mask_gradient_kernel<Element>, blocks_of(units),
+                           kThreads, shared_bytes<MaskGradientShared<T>>(), stream, task, units);
+  }
+  if (error == 0 && (task.grad_slopes != nullptr || task.grad_sinks != nullptr)) {
+    const int64_t units = p.batch * p.query_heads;
+    error = device::launch("head_gradient", head_gradient_kernel<Element>, blocks_of(units),
+                           kThreads, kThreads * sizeof(double), stream, task, units);
+  }
+  return error;
+}
+
+}  // namespace qkv::kernels::simt

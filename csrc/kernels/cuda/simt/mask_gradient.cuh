@@ -1,0 +1,172 @@
+#pragma once
+
+#include "kernels/cuda/simt/attention_backward.cuh"
+
+// The gradient of an additive mask is dS itself, summed over the dimensions in which the mask is
+// broadcast (its stride is 0 there). A block owns 64 x 64 elements of the gradient, or the one row
+// or column that a broadcast leaves, and walks over everything that reads them, in a fixed order:
+//
+//     grad_mask (b, h, i, j) = sum of dS (b', h', i', j')  of all (b', h', i', j') that read element
+//                                                          (b, h, i, j) of the mask
+
+namespace qkv::kernels::simt {
+
+/// How many units there are of each kind; a dimension that is summed over has one.
+struct MaskUnits {
+  int64_t batches;
+  int64_t heads;
+  int64_t row_tiles;
+  int64_t key_tiles;
+
+  template <class T>
+  static QKV_INLINE MaskUnits of(const Problem<T>& p, const Operand<T>& mask) {
+    MaskUnits units{1, 1, 1, 1};
+    for (int d = 0; d < p.batch_rank; ++d) {
+      if (mask.batch_stride[d] != 0) units.batches *= p.batch_size[d];
+    }
+    if (mask.head_stride != 0) units.heads = p.query_heads;
+    if (mask.row_stride != 0) units.row_tiles = (p.queries + kBackwardRows - 1) / kBackwardRows;
+    if (mask.column_stride != 0) units.key_tiles = (p.keys + kOthers - 1) / kOthers;
+    return units;
+  }
+
+  QKV_INLINE int64_t count() const { return batches * heads * row_tiles * key_tiles; }
+};
+
+/// The batch element at `kept` in the mask's own batch dimensions and at `summed` in the others.
+template <class T>
+QKV_DEVICE int64_t batch_of_mask(const Problem<T>& p, const Operand<T>& mask, int64_t kept,
+                                 int64_t summed) {
+  int64_t number = 0, step = 1;
+  for (int d = p.batch_rank - 1; d >= 0; --d) {
+    int64_t& left = mask.batch_stride[d] != 0 ? kept : summed;
+    number += left % p.batch_size[d] * step;
+    left /= p.batch_size[d];
+    step *= p.batch_size[d];
+  }
+  return number;
+}
+
+template <class T>
+struct MaskGradientShared {
+  T* stages;
+  T* sums;  // [16][64]
+  BackwardRows<T> rows;
+  SharedMemory memory;
+
+  explicit QKV_INLINE MaskGradientShared(char* begin) : memory(begin) {
+    stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kOthersOfThread>);
+    sums = memory.take<T>(kSide * kOthers);
+    rows = BackwardRows<T>::template in<kBackwardRows>(memory);
+  }
+};
+
+template <class Element>
+QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int64_t unit) {
+  using T = Real<Element>;
+  const BackwardParams<T>& params = task.backward;
+  const Problem<T>& p = params.problem;
+  const Operand<T>& mask = task.grad_mask;
+  const MaskGradientShared<T> shared(device::shared_memory());
+  const MaskUnits units = MaskUnits::of(p, mask);
+  const int64_t key_tile = unit % units.key_tiles;
+  unit /= units.key_tiles;
+  const int64_t row_tile = unit % units.row_tiles;
+  unit /= units.row_tiles;
+  const int64_t mask_head = unit % units.heads, mask_batch = unit / units.heads;
+
+  const bool every_row = mask.row_stride == 0, every_key = mask.column_stride == 0;
+  const int64_t group = p.query_heads / p.kv_heads;
+  const int64_t summed_batches = p.batch / units.batches;
+  const int64_t first_head = mask.head_stride != 0 ? mask_head : 0;
+  const int64_t end_head = mask.head_stride != 0 ? mask_head + 1 : p.query_heads;
+  const int64_t begin_row = row_tile * kBackwardRows;
+  const int64_t end_row = every_row ? p.queries : begin_row + 1;
+  const int64_t begin_key = key_tile * kOthers;
+  const int64_t end_key = every_key || begin_key + kOthers > p.keys ? p.keys : begin_key + kOthers;
+  const BackwardRows<T>& table = shared.rows;
+  const T drop_scale = dropout_scale<T>(p.dropout);
+
+  T sum[kBackwardOwn][kOthersOfThread];
+  set_to_zero(sum);
+  for (int64_t b = 0; b < summed_batches; ++b) {
+    const int64_t batch = batch_of_mask(p, mask, mask_batch, b);
+    const Scores<T> scores(p, batch);
+    for (int64_t head = first_head; head < end_head; ++head) {
+      const PackedRows packed{head, 1, p.queries};
+      for (int64_t row = begin_row; row < end_row; row += kBackwardRows) {
+        const int64_t left = p.queries - row;
+        const int rows = left < kBackwardRows ? static_cast<int>(left) : kBackwardRows;
+        const KeyRange range =
+            keys_of_any(p.band, row, row + rows - 1, p.keys).intersection({begin_key, end_key});
+        if (range.empty()) continue;
+        table.template load<kBackwardRows>(task, batch, packed, row);
+        const auto query = TileRows<Element>::of(p, table.tile, p.query, batch, p.scale);
+        const auto grad_out = TileRows<Element>::of(p, table.tile, params.grad_out, batch, T(1));
+        for (int64_t n = range.begin - range.begin % kOthers; n < range.end; n += kOthers) {
+          const int keys = end_key - n < kOthers ? static_cast<int>(end_key - n) : kOthers;
+          T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
+          multiply_pairs<kBackwardOwn>(
+              query, TileKeys<Element>::of(p, p.key, batch, head / group, n, keys), p.head_dim,
+              shared.stages, s);
+          multiply_pairs<kBackwardOwn>(
+              grad_out, TileKeys<Element>::of(p, p.value, batch, head / group, n, keys),
+              p.value_dim, shared.stages, g);
+          through_softmax<false, true>(scores, table, n, rows, keys, true, drop_scale, s, g,
+                                       static_cast<T*>(nullptr));
+#pragma unroll
+          for (int i = 0; i < kBackwardOwn; ++i) {
+#pragma unroll
+            for (int j = 0; j < kOthersOfThread; ++j) sum[i][j] += g[i][j];
+          }
+        }
+      }
+    }
+  }
+
+  if (every_key) {
+#pragma unroll
+    for (int i = 0; i < kBackwardOwn; ++i) {
+      sum[i][0] = sum_of_row((sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3]));
+    }
+  }
+  if (every_row) {
+    device::barrier();
+#pragma unroll
+    for (int j = 0; j < kOthersOfThread; ++j) {
+      device::store_shared(shared.sums + thread_y() * kOthers + thread_x() * kOthersOfThread + j,
+                           (sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]));
+    }
+    device::barrier();
+  }
+  T* of_head = mask.data + batch_offset(p, batch_of_mask(p, mask, mask_batch, 0), mask.batch_stride) +
+               mask_head * mask.head_stride;
+#pragma unroll
+  for (int i = 0; i < kBackwardOwn; ++i) {
+    const int r = thread_y() * kBackwardOwn + i;
+    if (every_row ? r > 0 : begin_row + r >= p.queries) continue;
+#pragma unroll
+    for (int j = 0; j < kOthersOfThread; ++j) {
+      const int k = thread_x() * kOthersOfThread + j;
+      if (every_key ? k > 0 : begin_key + k >= p.keys) continue;
+      T x = sum[i][j];
+      if (every_row) {
+        x = T(0);
+        for (int y = 0; y < kSide; ++y) x += device::load_shared(shared.sums + y * kOthers + k);
+      }
+      device::store_global(
+          of_head + (begin_row + r) * mask.row_stride + (begin_key + k) * mask.column_stride, x);
+    }
+  }
+  device::barrier();
+}
+
+template <class Element>
+QKV_KERNEL(kThreads, 2)
+mask_gradient_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
+  for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
+    mask_gradient_unit<Element>(task, unit);
+  }
+}
+
+}  // namespace qkv::kernels::simt

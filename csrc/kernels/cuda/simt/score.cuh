@@ -1,0 +1,204 @@
+#pragma once
+
+#include "kernels/cuda/simt/tile.cuh"
+#include "kernels/philox.h"
+
+// What happens to one score between the product and the softmax, in this order:
+//
+//     softcap      x -> c · tanh(x / c)
+//     mask         x -> x + mask_float
+//     ALiBi        x -> x - slope · |p - j|       (Press, Smith, Lewis: arXiv:2108.12409)
+//
+// and whether its pair is kept: by band, bool mask, float mask (-inf drops a pair) and key mask.
+
+namespace qkv::kernels::simt {
+
+QKV_DEVICE float natural_exp(float x) { return expf(x); }
+QKV_DEVICE double natural_exp(double x) { return exp(x); }
+QKV_DEVICE float natural_log(float x) { return logf(x); }
+QKV_DEVICE double natural_log(double x) { return log(x); }
+QKV_DEVICE float hyperbolic_tangent(float x) { return tanhf(x); }
+QKV_DEVICE double hyperbolic_tangent(double x) { return tanh(x); }
+QKV_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
+QKV_DEVICE double maximum(double a, double b) { return fmax(a, b); }
+QKV_DEVICE float minimum(float a, float b) { return a < b ? a : b; }  // NaN if b is
+QKV_DEVICE double minimum(double a, double b) { return a < b ? a : b; }
+QKV_DEVICE float absolute(float x) { return fabsf(x); }
+QKV_DEVICE double absolute(double x) { return fabs(x); }
+
+/// Counters of philox, one at a time.
+struct Words {
+  using Vector = uint32_t;
+  static QKV_INLINE uint32_t set(uint32_t x) { return x; }
+  static QKV_INLINE uint32_t exclusive_or(uint32_t a, uint32_t b) { return a ^ b; }
+  static QKV_INLINE void multiply(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
+    const uint64_t product = static_cast<uint64_t>(a) * b;
+    high = static_cast<uint32_t>(product >> 32);
+    low = static_cast<uint32_t>(product);
+  }
+};
+
+/// What a weight that stays is multiplied with: 1 / (1 - p).
+template <class T>
+QKV_INLINE T dropout_scale(const Dropout& dropout) {
+  return dropout.threshold == 65536 ? T(0) : T(65536) / static_cast<T>(65536 - dropout.threshold);
+}
+
+/// Scores of one batch element.
+template <class T>
+class Scores {
+ public:
+  QKV_DEVICE Scores(const Problem<T>& problem, int64_t batch)
+      : p_(problem),
+        mask_(batch_offset(problem, batch, problem.attn_mask.batch_stride)),
+        key_mask_(problem.key_mask.data + batch_offset(problem, batch, problem.key_mask.batch_stride)),
+        slopes_(problem.alibi_slopes.data +
+                batch_offset(problem, batch, problem.alibi_slopes.batch_stride)),
+        seed_(problem.dropout.threshold == 0
+                  ? 0
+                  : static_cast<uint64_t>(device::load_global(
+                        problem.dropout.seed +
+                        batch_offset(problem, batch, problem.dropout.batch_stride)))) {}
+
+  /// Something other than the band decides which pairs are kept.
+  QKV_DEVICE bool masks() const {
+    return p_.attn_mask.type != MaskType::kNone || p_.key_mask.data != nullptr;
+  }
+
+  /// Scores are not merely products.
+  QKV_DEVICE bool changes() const {
+    return p_.softcap != T(0) || p_.alibi_slopes.data != nullptr || masks();
+  }
+
+  QKV_DEVICE bool drops() const { return p_.dropout.threshold != 0; }
+
+  /// The score of (row r of the tile, key), which is less than N, from scale · <q, k>, and the
+  /// derivative of the softcap there. False, and -inf, if the pair is not kept.
+  QKV_DEVICE bool modify(const RowTile& rows, int r, int64_t key, T& score, T& cap_slope) const {
+    cap_slope = T(1);
+    if (!keeps(rows, r, key, score, cap_slope)) {
+      score = -infinity<T>();
+      return false;
+    }
+    return true;
+  }
+
+  /// |p - j|
+  QKV_DEVICE T distance(const RowTile& rows, int r, int64_t key) const {
+    const int64_t ahead = device::load_shared(rows.query + r) + p_.band.offset - key;
+    return static_cast<T>(ahead < 0 ? -ahead : ahead);
+  }
+
+  /// Bit b: the weight of key first + b stays, for 4 keys from a multiple of 4 on.
+  QKV_DEVICE uint32_t stays(const RowTile& rows, int r, int64_t first) const {
+    uint32_t words[4] = {static_cast<uint32_t>(first / 8),
+                         static_cast<uint32_t>(device::load_shared(rows.query + r)),
+                         static_cast<uint32_t>(device::load_shared(rows.head + r)), 0};
+    philox<Words>(words, seed_);
+    const bool second = first % 8 != 0;
+    const uint32_t low = second ? words[2] : words[0], high = second ? words[3] : words[1];
+    const uint32_t threshold = p_.dropout.threshold;
+    return static_cast<uint32_t>((low & 0xffff) >= threshold) |
+           static_cast<uint32_t>((low >> 16) >= threshold) << 1 |
+           static_cast<uint32_t>((high & 0xffff) >= threshold) << 2 |
+           static_cast<uint32_t>((high >> 16) >= threshold) << 3;
+  }
+
+ private:
+  QKV_DEVICE bool keeps(const RowTile& rows, int r, int64_t key, T& score, T& cap_slope) const {
+    if (key < device::load_shared(rows.begin + r) || key >= device::load_shared(rows.end + r)) {
+      return false;
+    }
+    if (p_.key_mask.data != nullptr &&
+        device::load_global(key_mask_ + key * p_.key_mask.column_stride) == 0) {
+      return false;
+    }
+    if (p_.softcap != T(0)) {
+      const T t = hyperbolic_tangent(score / p_.softcap);
+      score = p_.softcap * t;
+      cap_slope = T(1) - t * t;
+    }
+    const int64_t head = device::load_shared(rows.head + r);
+    if (p_.attn_mask.type != MaskType::kNone) {
+      const int64_t at = mask_ + head * p_.attn_mask.head_stride +
+                         device::load_shared(rows.query + r) * p_.attn_mask.row_stride +
+                         key * p_.attn_mask.column_stride;
+      if (p_.attn_mask.type == MaskType::kBool) {
+        if (device::load_global(static_cast<const uint8_t*>(p_.attn_mask.data) + at) == 0) {
+          return false;
+        }
+      } else {
+        const T bias = mask_number(at);
+        if (bias == -infinity<T>()) return false;
+        score += bias;
+      }
+    }
+    if (p_.alibi_slopes.data != nullptr) {
+      const T slope = device::load_global(slopes_ + head * p_.alibi_slopes.head_stride);
+      score -= slope * distance(rows, r, key);
+    }
+    return true;
+  }
+
+  QKV_DEVICE T mask_number(int64_t at) const {
+    switch (p_.attn_mask.type) {
+      case MaskType::kFloat64:
+        return static_cast<T>(device::load_global(static_cast<const double*>(p_.attn_mask.data) + at));
+      case MaskType::kBFloat16:
+        return static_cast<float>(
+            device::load_global(static_cast<const BFloat16*>(p_.attn_mask.data) + at));
+      case MaskType::kFloat16:
+        return static_cast<float>(
+            device::load_global(static_cast<const Float16*>(p_.attn_mask.data) + at));
+      default:
+        return static_cast<T>(device::load_global(static_cast<const float*>(p_.attn_mask.data) + at));
+    }
+  }
+
+  const Problem<T>& p_;
+  int64_t mask_;  // offset of the batch element in attn_mask
+  const uint8_t* key_mask_;
+  const T* slopes_;
+  uint64_t seed_;
+};
+
+/// Which of a thread's pairs are kept, and which of their weights stay: bit 4 · own + other.
+struct PairBits {
+  uint32_t kept;
+  uint32_t stays;
+};
+
+/// f(row, key, bit, pair) for each pair of a thread: rows first_row + row and keys first_key + key of
+/// the tile, pair its number in an array of them. Nothing is unrolled: it would be most of a
+/// kernel's code.
+template <int kRows, bool kOwnsKeys, class F>
+QKV_DEVICE void for_each_pair(F f) {
+#pragma unroll 1
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll 1
+    for (int key = 0; key < 4; ++key) f(row, key, kOwnsKeys ? 4 * key + row : 4 * row + key);
+  }
+}
+
+/// lse = max + log(sum), and in rest what rounding takes from it: P = exp((S - lse) - rest) is as
+/// precise for scores of any size.
+template <class T>
+QKV_DEVICE void log_of_sum(T max, T sum, T& lse, T& rest) {
+  const T log_sum = natural_log(sum);
+  lse = max + log_sum;
+  rest = lse - lse == T(0) ? (max - lse) + log_sum : T(0);  // 0 if lse is not finite
+}
+
+/// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was
+/// summed so far to normalise it.
+template <class T>
+QKV_DEVICE T add_sink(T sink, T& max, T& sum) {
+  const T new_max = max > sink ? max : sink;
+  if (new_max == -infinity<T>()) return T(0);
+  const T correction = natural_exp(max - new_max);
+  sum = sum * correction + (sink == new_max ? T(1) : natural_exp(sink - new_max));
+  max = new_max;
+  return correction / sum;
+}
+
+}  // namespace qkv::kernels::simt

@@ -1,0 +1,212 @@
+#pragma once
+
+#include "kernels/band.h"
+#include "kernels/half.h"
+#include "kernels/params.h"
+
+// What the kernels for any NVIDIA GPU, without tensor cores, have in common. A block is a square of
+// 16 x 16 threads and computes tiles of pairs (own, other), where "own" are the rows (or the keys)
+// that it computes results for, and "others" the keys (or rows) that it walks over, 64 at a time:
+//
+//                      others ->  0..3  4..7   ..  60..63          thread (y, x) holds the pairs
+//     own 0 .. kOwn - 1           y = 0                                own    y · kOwn ..
+//         kOwn ..                 y = 1                                others x · 4 ..
+//          :                        :    x = 0   1   ..  15
+//
+// so that the threads of a row of the tile are 16 neighbours in a warp: sums and maxima of rows are
+// shuffles.
+
+namespace qkv::kernels::simt {
+
+constexpr int kThreads = 256;
+constexpr int kSide = 16;
+constexpr int kOthers = 64;
+constexpr int kOthersOfThread = kOthers / kSide;
+constexpr int kPad = 4;  // numbers after each row in shared memory: stores of columns spread over banks
+
+QKV_DEVICE int thread_x() { return device::thread() % kSide; }
+QKV_DEVICE int thread_y() { return device::thread() / kSide; }
+
+/// The numbers that elements are computed in.
+template <class Element>
+struct RealOf {
+  using type = float;
+};
+template <>
+struct RealOf<double> {
+  using type = double;
+};
+template <class Element>
+using Real = typename RealOf<Element>::type;
+
+QKV_DEVICE float rounded(float x, const float*) { return x; }
+QKV_DEVICE double rounded(double x, const double*) { return x; }
+QKV_DEVICE BFloat16 rounded(float x, const BFloat16*) { return BFloat16::rounded(x); }
+QKV_DEVICE Float16 rounded(float x, const Float16*) { return Float16::rounded(x); }
+
+template <class Element>
+QKV_DEVICE Real<Element> load_number(const Element* from) {
+  return static_cast<Real<Element>>(device::load_global(from));
+}
+template <class Element>
+QKV_DEVICE void store_number(Element* to, Real<Element> x) {
+  device::store_global(to, rounded(x, to));
+}
+
+template <class T>
+QKV_DEVICE T infinity() {
+  return static_cast<T>(__builtin_huge_valf());
+}
+
+/// Hands out a block's shared memory, and on the host adds up how much that is.
+class SharedMemory {
+ public:
+  explicit QKV_INLINE SharedMemory(char* memory) : memory_(memory), taken_(0) {}
+
+  template <class T>
+  QKV_INLINE T* take(int count) {
+    T* pointer = reinterpret_cast<T*>(memory_ + taken_);
+    taken_ += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
+    return pointer;
+  }
+
+  QKV_INLINE int64_t taken() const { return taken_; }
+
+ private:
+  char* memory_;
+  int64_t taken_;
+};
+
+/// How far an operand's batch element is from its beginning.
+template <class T>
+QKV_DEVICE int64_t batch_offset(const Problem<T>& p, int64_t batch, const int64_t* strides) {
+  int64_t offset = 0;
+  for (int d = p.batch_rank - 1; d >= 0; --d) {
+    offset += batch % p.batch_size[d] * strides[d];
+    batch /= p.batch_size[d];
+  }
+  return offset;
+}
+
+/// A batch element of an operand. Its numbers are stored as Elements, whatever its type says.
+template <class Element, class T>
+QKV_DEVICE Element* batch_of(const Problem<T>& p, const Operand<T>& x, int64_t batch) {
+  return reinterpret_cast<Element*>(x.data) + batch_offset(p, batch, x.batch_stride);
+}
+template <class Element, class T>
+QKV_DEVICE const Element* batch_of(const Problem<T>& p, const Operand<const T>& x, int64_t batch) {
+  return reinterpret_cast<const Element*>(x.data) + batch_offset(p, batch, x.batch_stride);
+}
+
+/// Rows of several query heads, interleaved, so that K and V are read once for all heads that share
+/// them (as in kernels/cpu/row_tile.inc.h):
+///
+///     packed row   0    1    2    3    4    5   ..        (a group of 3)
+///     query        0    0    0    1    1    1
+///     head         h0  h0+1 h0+2  h0  h0+1 h0+2
+struct PackedRows {
+  int64_t first_head;
+  int64_t group;
+  int64_t count;
+
+  QKV_INLINE int64_t query(int64_t row) const { return row / group; }
+  QKV_INLINE int64_t head(int64_t row) const { return first_head + row % group; }
+};
+
+/// All rows that see a key/value head.
+template <class T>
+QKV_INLINE PackedRows rows_of_kv_head(const Problem<T>& p, int64_t kv_head) {
+  const int64_t group = p.query_heads / p.kv_heads;
+  return {kv_head * group, group, group * p.queries};
+}
+
+/// A few of them, in shared memory.
+struct RowTile {
+  int64_t* query;
+  int32_t* head;  // -1: there is no such row
+  int64_t* begin;
+  int64_t* end;  // keys begin <= j < end are seen, by the band
+
+  template <int kRows>
+  static QKV_INLINE RowTile in(SharedMemory& shared) {
+    RowTile tile;
+    tile.query = shared.take<int64_t>(kRows);
+    tile.begin = shared.take<int64_t>(kRows);
+    tile.end = shared.take<int64_t>(kRows);
+    tile.head = shared.take<int32_t>(kRows);
+    return tile;
+  }
+
+  /// A barrier must follow.
+  template <int kRows, class T>
+  QKV_DEVICE void load(const Problem<T>& p, const PackedRows& rows, int64_t first) const {
+    for (int r = device::thread(); r < kRows; r += kThreads) {
+      const bool exists = first + r < rows.count;
+      const int64_t i = exists ? rows.query(first + r) : 0;
+      const KeyRange keys = exists ? keys_of_query(p.band, i, p.keys) : KeyRange{0, 0};
+      device::store_shared(query + r, i);
+      device::store_shared(head + r, exists ? static_cast<int32_t>(rows.head(first + r)) : -1);
+      device::store_shared(begin + r, keys.begin);
+      device::store_shared(end + r, keys.end);
+    }
+  }
+
+  QKV_DEVICE bool exists(int r) const { return device::load_shared(head + r) >= 0; }
+
+  /// Where row r has its scalar in a dense (B, Hq, M).
+  template <class T>
+  QKV_DEVICE int64_t scalar(const Problem<T>& p, int64_t batch, int r) const {
+    return (batch * p.query_heads + device::load_shared(head + r)) * p.queries +
+           device::load_shared(query + r);
+  }
+
+  template <class Element, class T>
+  QKV_DEVICE Element* row(Element* batch_element, const Operand<T>& x, int r) const {
+    return batch_element + device::load_shared(head + r) * x.head_stride +
+           device::load_shared(query + r) * x.row_stride;
+  }
+};
+
+/// Rows of query or grad_out as one side of a product; 0 where there is no row.
+template <class Element>
+struct TileRows {
+  RowTile tile;
+  const Element* batch_element;
+  int64_t head_stride;
+  int64_t row_stride;
+  Real<Element> factor;
+
+  template <class T>
+  static QKV_DEVICE TileRows of(const Problem<T>& p, const RowTile& tile,
+                                const Operand<const T>& x, int64_t batch, T factor) {
+    return {tile, batch_of<Element>(p, x, batch), x.head_stride, x.row_stride, factor};
+  }
+
+  QKV_DEVICE Real<Element> operator()(int r, int64_t column) const {
+    const int32_t head = device::load_shared(tile.head + r);
+    if (head < 0) return 0;
+    return factor * load_number(batch_element + head * head_stride +
+                                device::load_shared(tile.query + r) * row_stride + column);
+  }
+};
+
+/// Keys first .. first + count of key or value as one side of a product; 0 after them.
+template <class Element>
+struct TileKeys {
+  const Element* first_key;
+  int64_t row_stride;
+  int count;
+
+  template <class T>
+  static QKV_DEVICE TileKeys of(const Problem<T>& p, const Operand<const T>& x, int64_t batch,
+                                int64_t kv_head, int64_t first, int count) {
+    return {batch_of<Element>(p, x, batch) + kv_head * x.head_stride + first * x.row_stride,
+            x.row_stride, count};
+  }
+
+  QKV_DEVICE Real<Element> operator()(int k, int64_t column) const {
+    return k < count ? load_number(first_key + k * row_stride + column) : Real<Element>(0);
+  }
+};
+
+}  // namespace qkv::kernels::simt

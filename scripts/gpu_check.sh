@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show: builds with this machine's own Python and torch, without a
+# network, and runs the tests on CUDA and the benchmark. Takes under 8 minutes.
+#
+#   scripts/gpu_check.sh [--output DIR]     results: DIR/gpu_check.log, cuda.json, cuda.md
+#
+# Without a GPU it goes as far as it can: it builds, and says what was not run.
+source "$(dirname "$0")/environment.sh"
+
+output=build/gpu_check
+[ "${1:-}" = --output ] && output=$2
+mkdir -p "$output"
+exec > >(tee "$output/gpu_check.log") 2>&1
+
+if [ -z "${QKV_PYTHON:-}" ] && [ ! -x .venv/bin/python ]; then
+  QKV_PYTHON=$(command -v python3)
+  export QKV_PYTHON
+  PYTHON=$QKV_PYTHON
+fi
+"$PYTHON" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
+say "Building"
+scripts/build.sh
+export PYTHONPATH=$PWD OMP_NUM_THREADS=2
+"$PYTHON" -c 'import qkv; print("library loaded:", qkv.__version__)'
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  say "No GPU here: the tests on CUDA, compute-sanitizer and the benchmark were not run"
+  exit 0
+fi
+
+failed=0
+say "Tests on $("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')"
+"$PYTHON" -m pytest -q --device cuda tests/python || failed=1
+
+sanitizer=$(command -v compute-sanitizer || true)
+if [ -n "$sanitizer" ]; then
+  say "compute-sanitizer"
+  for check in memcheck racecheck; do
+    timeout 120 "$sanitizer" --tool $check --error-exitcode 9 \
+      "$PYTHON" -m pytest -q --device cuda tests/python/test_cuda.py -k sanitize || failed=1
+  done
+else
+  say "compute-sanitizer: there is none here"
+fi
+
+say "Benchmark"
+"$PYTHON" benchmarks/cuda.py --output "$output" || failed=1
+exit $failed

@@ -1,0 +1,284 @@
+// The kernels of a GPU on the emulated device, called by the operators themselves: this program
+// registers them in place of the CPU's. Every sample of the table, in every type, against the
+// definition and the gradients of the reference, both in float64.
+
+#include <gtest/gtest.h>
+
+#include "call.h"
+#include "cuda_emulation/device.h"
+#include "cuda_emulation/memory.h"
+#include "definition.h"
+#include "operands.h"
+#include "reference.h"
+#include "samples.h"
+
+namespace {
+
+namespace device = qkv::kernels::device;
+using samples::Sample;
+using torch::Tensor;
+
+const bool watching = [] {
+  device::watch_tensors();
+  return true;
+}();
+
+void expect_no_faults() {
+  for (const auto& fault : device::take_faults()) ADD_FAILURE() << fault.text();
+}
+
+struct Results {
+  Tensor out, lse;
+  std::vector<Tensor> grads;  // of the differentiable operands, undefined where there is none
+};
+
+/// What a sample is differentiated along.
+struct Incoming {
+  Tensor out, lse;
+
+  explicit Incoming(const qkv::Operands& x) {
+    auto sizes = x.query.sizes().vec();
+    sizes.back() = x.value.size(-1);
+    torch::manual_seed(2);
+    out = torch::randn(sizes, torch::kDouble);
+    sizes.pop_back();
+    lse = torch::randn(sizes, torch::kDouble);
+  }
+};
+
+bool is_number(const qkv::OptionalTensor& x) { return x && x->is_floating_point(); }
+
+qkv::Operands converted(qkv::Operands x, torch::ScalarType type) {
+  auto tensors = x.tensors();
+  for (auto& t : tensors) {
+    if (!is_number(t)) continue;
+    // Rounded, expanded and laid out as before.
+    Tensor moved = torch::empty_strided(t->sizes(), t->strides(), t->options().dtype(type));
+    if (moved.numel() > 0) {
+      auto base = [](const Tensor& y) {
+        Tensor once = y;
+        for (int64_t d = 0; d < y.dim(); ++d) {
+          if (y.stride(d) == 0) once = once.narrow(d, 0, 1);
+        }
+        return once;
+      };
+      base(moved).copy_(base(*t));
+    }
+    t = moved;
+  }
+  return x.with(tensors);
+}
+
+Results expected(const qkv::Operands& x) {
+  auto tensors = x.tensors();
+  std::vector<Tensor> leaves;
+  for (auto& t : tensors) {
+    if (!is_number(t)) continue;
+    t = t->detach().to(torch::kDouble).contiguous().clone().requires_grad_();
+    leaves.push_back(*t);
+  }
+  const auto [out, lse] = qkv::reference::attention(x.with(tensors));
+  const Incoming incoming(x);
+  const auto grads = torch::autograd::grad({out, lse}, leaves, {incoming.out, incoming.lse},
+                                           /*retain_graph=*/std::nullopt, /*create_graph=*/false,
+                                           /*allow_unused=*/true);
+  Results r{out.detach(), lse.detach(), {}};
+  size_t next = 0;
+  for (size_t i = 0; i < qkv::Operands::kDifferentiable; ++i) {
+    r.grads.push_back(is_number(tensors[i]) ? grads[next++] : Tensor());
+  }
+  return r;
+}
+
+Results emulated(const qkv::Operands& x) {
+  torch::NoGradGuard no_grad;
+  const auto [out, lse, out_rest, lse_rest] =
+      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+  const Incoming incoming(x);
+  const auto tensors = x.tensors();
+  qkv::Needs needs;
+  for (size_t i = 0; i < needs.size(); ++i) needs[i] = is_number(tensors[i]);
+  const auto grads = qkv::as_array(qkv::InternalOp<qkv::Backward>("qkv::_attention_backward")(
+      x, incoming.out.to(out.scalar_type()), incoming.lse.to(lse.scalar_type()), out, lse, out_rest,
+      lse_rest, needs));
+  Results r{out, lse, {}};
+  for (size_t i = 0; i < needs.size(); ++i) r.grads.push_back(needs[i] ? grads[i] : Tensor());
+  return r;
+}
+
+/// |a - b| <= relative · |b| + absolute · the largest |b|; infinities are equal.
+void expect_near(const Tensor& actual, const Tensor& wanted, double relative, double absolute,
+                 const std::string& what) {
+  ASSERT_EQ(actual.sizes(), wanted.sizes()) << what;
+  if (wanted.numel() == 0) return;
+  const Tensor a = actual.to(torch::kDouble), b = wanted.to(torch::kDouble);
+  const Tensor finite = b.isfinite();
+  EXPECT_TRUE(torch::equal(a.masked_select(~finite), b.masked_select(~finite))) << what;
+  const Tensor size = b.abs().masked_fill(~finite, 0.0);
+  const Tensor allowed = relative * size + absolute * size.max().clamp_min(1.0);
+  const Tensor error = (a - b).abs().masked_fill(~finite, 0.0);
+  EXPECT_TRUE((error <= allowed).all().item<bool>())
+      << what << ": off by " << (error - allowed).max().item<double>() << " more than allowed";
+}
+
+void check(const qkv::Operands& x, torch::ScalarType type) {
+  const qkv::Operands moved = converted(x, type);
+  const Results wanted = expected(moved);
+  const Results found = emulated(moved);
+  expect_no_faults();
+  // One rounding to the type, and what sums are off by.
+  const double rounding = type == torch::kBFloat16 ? 0x1p-8 : type == torch::kHalf ? 0x1p-11 : 0.0;
+  const double sums = type == torch::kDouble ? 1e-12 : 1e-5;
+  const double tiny = type == torch::kHalf ? 0x1p-24 : 0.0;  // float16's subnormals
+  expect_near(found.out, wanted.out, rounding, sums + tiny, "out");
+  expect_near(found.lse, wanted.lse, 0.0, sums, "lse");
+  const char* const names[] = {"query", "key", "value", "attn_mask", "alibi_slopes", "sinks"};
+  for (size_t i = 0; i < found.grads.size(); ++i) {
+    if (!wanted.grads[i].defined()) continue;
+    expect_near(found.grads[i], wanted.grads[i], rounding, sums + tiny,
+                std::string("gradient of ") + names[i]);
+  }
+}
+
+class EmulatedSamples : public ::testing::TestWithParam<Sample> {};
+
+TEST_P(EmulatedSamples, Float64) { check(samples::call_of(GetParam()).operands, torch::kDouble); }
+TEST_P(EmulatedSamples, Float32) { check(samples::call_of(GetParam()).operands, torch::kFloat); }
+TEST_P(EmulatedSamples, BFloat16) {
+  check(samples::call_of(GetParam()).operands, torch::kBFloat16);
+}
+TEST_P(EmulatedSamples, Float16) { check(samples::call_of(GetParam()).operands, torch::kHalf); }
+
+TEST_P(EmulatedSamples, ForwardEqualsTheDefinition) {
+  const Sample& s = GetParam();
+  torch::manual_seed(1);
+  const auto wanted = definition::attention(s);
+  const qkv::Call call = samples::call_of(s);
+  torch::NoGradGuard no_grad;
+  const auto results = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(call.operands);
+  expect_no_faults();
+  expect_near(call.restore_rank(std::get<0>(results)), wanted.out, 0.0, 1e-12, "out");
+  expect_near(call.restore_rank(std::get<1>(results)), wanted.lse, 0.0, 1e-12, "lse");
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, EmulatedSamples, ::testing::ValuesIn(samples::all()),
+                         [](const auto& info) { return info.param.name; });
+
+/// Several tiles of everything, and all options.
+qkv::Operands large(int64_t batch, int64_t queries = 150, int64_t keys = 139, int64_t width = 70,
+                    int64_t value_width = 133) {
+  torch::manual_seed(3);
+  const auto real = torch::kDouble;
+  qkv::Operands x;
+  x.query = torch::randn({batch, 4, queries, width}, real);
+  x.key = torch::randn({batch, 2, keys, width}, real);
+  x.value = torch::randn({batch, 2, keys, value_width}, real);
+  x.attn_mask = torch::randn({queries, keys}, real);
+  x.attn_mask->masked_fill_(torch::rand({queries, keys}) < 0.2, -INFINITY);
+  x.attn_mask = x.attn_mask->expand({batch, 4, queries, keys});
+  x.alibi_slopes = torch::rand({4}, real).expand({batch, 4});
+  x.sinks = torch::randn({4}, real).expand({batch, 4});
+  x.key_mask = torch::rand({batch, keys}) < 0.9;
+  x.dropout_seed = torch::randint(1 << 30, {batch}, torch::kLong);
+  x.softcap = 3.0;
+  x.dropout_p = 0.25;
+  x.band = {90, 10, keys - queries};
+  return x;
+}
+
+TEST(Emulated, SeveralTilesOfEverything) {
+  for (const auto type : {torch::kDouble, torch::kFloat, torch::kBFloat16}) check(large(1), type);
+}
+
+TEST(Emulated, PlainTiles) {
+  qkv::Operands x = large(1, 128, 192, 64, 64);
+  x.attn_mask = x.alibi_slopes = x.sinks = x.key_mask = x.dropout_seed = std::nullopt;
+  x.softcap = x.dropout_p = 0.0;
+  x.band = {-1, -1, 0};
+  check(x, torch::kFloat);
+  x.band = {-1, 0, 64};
+  check(x, torch::kFloat);
+}
+
+TEST(Emulated, FewRowsAndManyKeys) {
+  qkv::Operands x = large(1, 3, 1700, 20, 17);
+  x.band = {-1, -1, 0};
+  for (const auto type : {torch::kDouble, torch::kFloat, torch::kHalf}) check(x, type);
+}
+
+TEST(Emulated, MasksOfEveryBroadcastShape) {
+  for (const std::vector<int64_t> shape :
+       {std::vector<int64_t>{1, 1, 70, 90}, {2, 1, 1, 90}, {1, 4, 70, 1}, {1, 1, 1, 1},
+        {2, 4, 70, 90}, {1, 1, 1, 90}}) {
+    qkv::Operands x = large(2, 70, 90, 5, 6);
+    torch::manual_seed(4);
+    x.attn_mask = torch::randn(shape, torch::kDouble);
+    x.band = {-1, 0, 20};
+    check(x, torch::kDouble);
+  }
+}
+
+bool equal(const Results& a, const Results& b) {
+  bool same = torch::equal(a.out, b.out) && torch::equal(a.lse, b.lse);
+  for (size_t i = 0; i < 3; ++i) same = same && torch::equal(a.grads[i], b.grads[i]);
+  return same;
+}
+
+TEST(Emulated, BitsDoNotDependOnTheBatchOrTheGrid) {
+  const qkv::Operands two = converted(large(2), torch::kFloat);
+  auto tensors = two.tensors();
+  const Results of_two = emulated(two);
+  device::set_order(device::Order::kBackward);
+  EXPECT_TRUE(equal(emulated(two), of_two)) << "another order of threads and blocks";
+  device::set_order(device::Order::kForward);
+  for (int64_t largest : {1, 3}) {
+    device::set_largest_grid(largest);
+    EXPECT_TRUE(equal(emulated(two), of_two)) << "a grid of " << largest;
+  }
+  device::set_largest_grid(INT64_MAX);
+
+  for (auto& t : tensors) {
+    if (t) t = t->narrow(0, 1, 1);
+  }
+  // Incoming gradients are drawn for each shape: only the forward is compared.
+  torch::NoGradGuard no_grad;
+  const auto alone = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(two.with(tensors));
+  EXPECT_TRUE(torch::equal(std::get<0>(alone), of_two.out.narrow(0, 1, 1)));
+  EXPECT_TRUE(torch::equal(std::get<1>(alone), of_two.lse.narrow(0, 1, 1)));
+  expect_no_faults();
+}
+
+TEST(Emulated, WhatIsMaskedOutCannotMatter) {
+  qkv::Operands x = large(1, 70, 139, 9, 11);
+  x.key_mask = torch::ones({1, 139}, torch::kBool);
+  x.key_mask->slice(1, 60, 80).fill_(false);
+  x.attn_mask->slice(2, 30, 34).fill_(-INFINITY);  // rows that keep nothing
+  const Results clean = emulated(x);
+  const double poisons[] = {NAN, INFINITY, -INFINITY};
+  for (double poison : poisons) {
+    qkv::Operands y = x;
+    y.key = x.key.clone();
+    y.key.slice(2, 60, 80).fill_(poison);
+    y.value = x.value.clone();
+    y.value.slice(2, 60, 80).fill_(poison);
+    y.query = x.query.clone();
+    y.query.slice(2, 30, 34).fill_(poison);
+    const Results dirty = emulated(y);
+    EXPECT_TRUE(equal(dirty, clean)) << poison;
+    for (size_t i = 3; i < 6; ++i) EXPECT_TRUE(torch::equal(dirty.grads[i], clean.grads[i])) << i;
+  }
+  expect_no_faults();
+}
+
+TEST(Emulated, ScoresOfAnySizeAreFinite) {
+  qkv::Operands x = large(1, 5, 70, 4, 3);
+  x.softcap = 0.0;
+  x.query.mul_(1e4);
+  x.key.mul_(1e4);
+  const Results found = emulated(converted(x, torch::kFloat));
+  EXPECT_TRUE(found.out.isfinite().all().item<bool>());
+  for (const Tensor& grad : found.grads) EXPECT_TRUE(grad.isfinite().all().item<bool>());
+  expect_no_faults();
+}
+
+}  // namespace

@@ -1,0 +1,160 @@
+// The emulated device finds the faults it is there to find, planted one a kernel.
+
+#include <gtest/gtest.h>
+
+#include "cuda_emulation/device.h"
+
+namespace {
+
+namespace device = qkv::kernels::device;
+using device::FaultKind;
+
+constexpr int kThreads = 64;
+
+struct Memory {
+  float numbers[kThreads];
+  Memory() {
+    device::poison(numbers, sizeof(numbers));
+    device::register_memory(numbers, sizeof(numbers));
+  }
+  ~Memory() { device::unregister_memory(numbers); }
+};
+
+float* shared() { return reinterpret_cast<float*>(device::shared_memory()); }
+
+/// The kinds of what a kernel did wrong, each once.
+template <class Kernel>
+std::vector<device::Fault> faults_of(Kernel kernel, float* numbers, int64_t blocks = 1) {
+  device::take_faults();
+  device::launch("planted", kernel, blocks, kThreads, kThreads * sizeof(float), nullptr, numbers);
+  return device::take_faults();
+}
+
+template <class Kernel>
+void expect_only(FaultKind kind, Kernel kernel, float* numbers) {
+  const auto faults = faults_of(kernel, numbers);
+  ASSERT_FALSE(faults.empty());
+  for (const auto& fault : faults) EXPECT_EQ(fault.kind, kind) << fault.text();
+}
+
+TEST(EmulatedDevice, RunsEveryThreadOfEveryBlock) {
+  Memory memory;
+  const auto kernel = [](float* numbers) {
+    const int t = device::thread();
+    device::store_shared(shared() + t, static_cast<float>(t));
+    device::barrier();
+    const float neighbour = device::load_shared(shared() + (t + 1) % kThreads);
+    const float partner = device::shuffle_xor(static_cast<float>(t), 1);
+    const bool any = device::barrier_or(t == 17);
+    if (device::block() == device::blocks() - 1) {
+      device::store_global(numbers + t, neighbour + 100.0f * partner + (any ? 0.5f : 0.0f));
+    }
+  };
+  for (const auto order : {device::Order::kForward, device::Order::kBackward}) {
+    device::set_order(order);
+    for (const auto& fault : faults_of(kernel, memory.numbers, 3)) ADD_FAILURE() << fault.text();
+    for (int t = 0; t < kThreads; ++t) {
+      EXPECT_EQ(memory.numbers[t], (t + 1) % kThreads + 100.0f * (t ^ 1) + 0.5f);
+    }
+  }
+  device::set_order(device::Order::kForward);
+}
+
+TEST(EmulatedDevice, FindsAccessesOutsideOfGlobalMemory) {
+  Memory memory;
+  expect_only(FaultKind::kOutOfBounds,
+              [](float* numbers) { device::store_global(numbers + device::thread() + 1, 1.0f); },
+              memory.numbers);
+  expect_only(FaultKind::kOutOfBounds,
+              [](float* numbers) { (void)device::load_global(numbers - 1); }, memory.numbers);
+}
+
+TEST(EmulatedDevice, FindsAccessesOutsideOfSharedMemory) {
+  Memory memory;
+  expect_only(FaultKind::kOutOfBounds,
+              [](float*) { device::store_shared(shared() + device::thread() + 1, 1.0f); },
+              memory.numbers);
+}
+
+TEST(EmulatedDevice, FindsReadsOfWhatNobodyWrote) {
+  Memory memory;
+  expect_only(FaultKind::kUninitialised,
+              [](float* numbers) { (void)device::load_global(numbers + device::thread()); },
+              memory.numbers);
+  expect_only(FaultKind::kUninitialised,
+              [](float*) { (void)device::load_shared(shared() + device::thread()); },
+              memory.numbers);
+}
+
+TEST(EmulatedDevice, FindsRacesBetweenBarriers) {
+  Memory memory;
+  const auto write_then_read = [](float*) {
+    device::store_shared(shared() + device::thread(), 1.0f);
+    (void)device::load_shared(shared() + (device::thread() + 1) % kThreads);
+  };
+  const auto read_then_write = [](float*) {
+    device::store_shared(shared() + device::thread(), 1.0f);
+    device::barrier();
+    (void)device::load_shared(shared() + (device::thread() + 1) % kThreads);
+    device::store_shared(shared() + device::thread(), 2.0f);
+  };
+  const auto both_write = [](float*) { device::store_shared(shared(), 1.0f); };
+  for (const auto order : {device::Order::kForward, device::Order::kBackward}) {
+    device::set_order(order);
+    for (const auto& kernel : {+write_then_read, +read_then_write, +both_write}) {
+      const auto faults = faults_of(kernel, memory.numbers);
+      int races = 0;
+      for (const auto& fault : faults) {
+        races += fault.kind == FaultKind::kRace;
+        EXPECT_NE(fault.thread, fault.other_thread) << fault.text();
+      }
+      EXPECT_GT(races, 0);
+    }
+  }
+  device::set_order(device::Order::kForward);
+}
+
+TEST(EmulatedDevice, FindsBarriersThatNotAllComeTo) {
+  Memory memory;
+  expect_only(FaultKind::kDeadlock,
+              [](float*) {
+                if (device::thread() != 5) device::barrier();
+              },
+              memory.numbers);
+  expect_only(FaultKind::kDeadlock,
+              [](float*) {
+                if (device::thread() % 32 != 3) (void)device::shuffle_xor(1.0f, 1);
+              },
+              memory.numbers);
+}
+
+TEST(EmulatedDevice, FindsMisalignedVectors) {
+  Memory memory;
+  expect_only(FaultKind::kMisaligned,
+              [](float*) {
+                const float four[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+                if (device::thread() == 0) device::store_shared<4>(shared() + 1, four);
+              },
+              memory.numbers);
+}
+
+TEST(EmulatedDevice, SaysWhereAFaultIs) {
+  Memory memory;
+  const auto faults = faults_of(
+      [](float* numbers) {
+        if (device::block() == 2 && device::thread() == 7) {
+          device::store_global(numbers + kThreads, 1.0f);
+        }
+      },
+      memory.numbers, 4);
+  ASSERT_EQ(faults.size(), 1u);
+  EXPECT_EQ(faults[0].kernel, "planted");
+  EXPECT_EQ(faults[0].block, 2);
+  EXPECT_EQ(faults[0].thread, 7);
+  EXPECT_EQ(faults[0].address, reinterpret_cast<uint64_t>(memory.numbers + kThreads));
+  EXPECT_NE(faults[0].text().find("out of bounds in kernel planted, block 2, thread 7"),
+            std::string::npos)
+      << faults[0].text();
+}
+
+}  // namespace
