@@ -2,12 +2,17 @@
 what it says. That second derivatives are right, test_second_order.py says."""
 
 import importlib
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+import qkv
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture
@@ -78,3 +83,47 @@ def test_flow_map_jvp(example):
     with_jvp, without = example("flow_map_jvp").main(steps=150, batch=32)
     assert with_jvp.jvp_error < 1e-7 and without.jvp_error < 1e-7
     assert with_jvp.distance < 0.8 * without.distance < 0.8 * without.of_noise
+
+
+def forces_in_cpp(*options) -> dict:
+    command = [ROOT / "build" / "examples" / "forces", "--json", "--batch", "8", *options]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def in_cpp(tmp_path_factory) -> tuple[Path, dict]:
+    """Where the weights are, and what the program found."""
+    output = tmp_path_factory.mktemp("forces")
+    return output, forces_in_cpp("--steps", 60, "--output", output)
+
+
+def test_forces_in_cpp(in_cpp):
+    _, found = in_cpp
+    assert found["force_error"] < 1e-7
+    late = found["losses"][-10:]
+    assert found["losses"][0] > 0.5 and sum(late) / len(late) < 0.1
+
+
+def test_forces_in_cpp_are_those_of_python(in_cpp, example):
+    output, found = in_cpp
+    forces = example("forces")
+    potential = forces.Potential()
+    qkv.nn.load_state_dict(potential, output / "forces.pt")
+    positions, expected = (
+        torch.tensor(found[name], dtype=torch.float64).view(1, 8, 3)
+        for name in ("positions", "forces")
+    )
+    by_python = forces.forces(potential.double(), positions, torch.arange(8) % 2)
+    torch.testing.assert_close(by_python.detach(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_checkpointing_in_cpp(in_cpp):
+    _, without = in_cpp
+    changed = without["checkpoint"]
+    assert changed["difference"] < 1e-5 and without["dropout_difference"] == 0
+    assert changed["bytes_kept"] < 0.25 * changed["bytes_kept_without"]
+    few = forces_in_cpp("--steps", 5, "--checkpoint")
+    assert few["losses"] == pytest.approx(without["losses"][:5], rel=1e-3)
+    assert few["force_error"] < 1e-7
