@@ -5,7 +5,8 @@
 Forces are -dE/dx, so the gradient of a loss on forces is a second derivative of the energy: the
 backward of attention is differentiated. Here distances between atoms enter as a bias of the scores
 (`attn_mask`), and how much a head sees (the logsumexp) is a feature, so that second derivatives of
-both are needed. qkv has them fused; through PyTorch's fused attention they are an error.
+both are needed. qkv has them fused; PyTorch's fused attention has no second derivatives, and takes
+no bias that wants a gradient.
 """
 
 from dataclasses import dataclass
