@@ -1,5 +1,6 @@
 // Times every point of a grid: attention_benchmark POINTS.json [--benchmark_..]. One line of JSON a
-// point goes to standard output: {"name": .., "explain": .., "seconds": {system: [of each turn]}}.
+// point goes to standard output: {"name": .., "seconds": {system: [of each turn]}}, and of second
+// order "bytes": {system: added at its peak by one call from the beginning, with all it leaves}.
 //
 // Google Benchmark calibrates, repeats and shuffles: of one point, all systems and the limits of
 // the machine take turns in random order (--benchmark_enable_random_interleaving).
@@ -10,6 +11,7 @@
 #include <fstream>
 #include <iostream>
 
+#include "memory.h"
 #include "point.h"
 
 namespace {
@@ -33,15 +35,25 @@ class Collector : public benchmark::BenchmarkReporter {
 nlohmann::json measure(const nlohmann::json& json) {
   at::set_num_threads(json.at("threads"));
   const Point point(json);
-  for (const auto& [name, run] : point.systems()) {
+  const auto systems = point.systems();
+  for (const auto& [name, run] : systems) {
     benchmark::RegisterBenchmark(name.c_str(), [run = run](benchmark::State& state) {
       for (auto _ : state) run();
     })->UseRealTime();
   }
   Collector collector;
   benchmark::RunSpecifiedBenchmarks(&collector);
-  benchmark::ClearRegisteredBenchmarks();
-  return {{"name", json.at("name")}, {"seconds", collector.seconds}};
+  benchmark::ClearRegisteredBenchmarks();  // and their graphs
+  nlohmann::json found = {{"name", json.at("name")}, {"seconds", collector.seconds}};
+  if (systems.contains("first_order")) {
+    for (const auto* name : {"qkv", "math"}) {
+      if (!systems.contains(name)) continue;
+      // A copy, which has run nothing yet.
+      const auto bytes = memory::added_by(std::function<void()>(systems.at(name)));
+      if (bytes) found["bytes"][name] = *bytes;
+    }
+  }
+  return found;
 }
 
 }  // namespace

@@ -36,6 +36,7 @@ def square(n: int, d: int, *changes: Point) -> Point:
 
 PASSES = [{"pass": "forward"}, {"pass": "backward"}]
 BANDS = [{}, {"causal": True}]
+SECOND_ORDER = [{"pass": "double_backward"}, {"pass": "jvp"}, {"pass": "jvp_query"}]
 
 
 def options(n: int) -> list[Point]:
@@ -49,6 +50,11 @@ def options(n: int) -> list[Point]:
 def learned_mask(n: int) -> Point:
     mask = {"dtype": "float", "shape": [1, 1, n, n], "requires_grad": True}
     return square(n, 64, {"pass": "backward", "mask": mask, "beside_plain": True})
+
+
+def second_order(n: int, dtype: str) -> list[Point]:
+    """Each beside our own first order, which its goals are about (results.py)."""
+    return [square(n, 64, p, {"causal": True, "dtype": dtype}) for p in SECOND_ORDER]
 
 
 def decoding(rows: int, keys: int, heads: Point, dtype: str) -> Point:
@@ -87,6 +93,9 @@ def full() -> list[Point]:
     points += [learned_mask(1024)]
     points += [make(TINY, p) for p in PASSES]
     points += [make({"queries": 64, "keys": 4096}, p) for p in PASSES]
+    for n in (2048, 4096):
+        for dtype in ("float32", "bfloat16"):
+            points += second_order(n, dtype)
     return points
 
 
@@ -101,4 +110,5 @@ def quick() -> list[Point]:
     ]
     points += [square(1024, 64, option) for option in options(1024)]
     points += [learned_mask(1024), *(make(TINY, p) for p in PASSES)]
+    points += second_order(1024, "float32")
     return points

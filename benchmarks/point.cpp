@@ -1,6 +1,9 @@
 #include "point.h"
 
+#include <torch/csrc/autograd/forward_grad.h>
+
 #include "limits.h"
+#include "memory.h"
 
 namespace {
 
@@ -14,6 +17,18 @@ torch::ScalarType dtype_of(const std::string& name) {
   throw std::invalid_argument("dtype " + name);
 }
 
+Pass pass_of(const std::string& name) {
+  if (name == "forward") return Pass::kForward;
+  if (name == "backward") return Pass::kBackward;
+  if (name == "double_backward") return Pass::kDoubleBackward;
+  if (name == "jvp") return Pass::kJvp;
+  if (name == "jvp_query") return Pass::kJvpOfQuery;
+  throw std::invalid_argument("pass " + name);
+}
+
+bool is_backward(Pass pass) { return pass == Pass::kBackward || pass == Pass::kDoubleBackward; }
+bool is_first_order(Pass pass) { return pass == Pass::kForward || pass == Pass::kBackward; }
+
 /// p - j for every query and key.
 Tensor distances(int64_t queries, int64_t keys, int64_t offset) {
   return (torch::arange(queries) + offset).unsqueeze(1) - torch::arange(keys);
@@ -22,7 +37,7 @@ Tensor distances(int64_t queries, int64_t keys, int64_t offset) {
 }  // namespace
 
 Point::Point(const nlohmann::json& json)
-    : backward_(json.at("pass") == "backward"),
+    : pass_(pass_of(json.at("pass"))),
       causal_(json.value("causal", false)),
       dropout_(json.value("dropout", 0.0)),
       pytorch_can_(!json.contains("softcap") && !json.contains("sinks")),
@@ -33,7 +48,7 @@ Point::Point(const nlohmann::json& json)
   const int64_t head_dim = json.at("head_dim"), value_dim = json.value("value_dim", head_dim);
   const auto dtype = dtype_of(json.at("dtype"));
   const auto normal = [&](at::IntArrayRef sizes) {
-    return torch::randn(sizes, torch::kFloat32).to(dtype).requires_grad_(backward_);
+    return torch::randn(sizes, torch::kFloat32).to(dtype).requires_grad_(is_backward(pass_));
   };
   torch::manual_seed(0);
   query_ = normal({batch, heads, queries, head_dim});
@@ -72,46 +87,94 @@ Point::Point(const nlohmann::json& json)
   }
   if (json.value("sinks", false)) options_.sinks(torch::randn({heads}));
   if (json.contains("softcap")) options_.softcap(json.at("softcap"));
+  if (is_first_order(pass_)) return;
+  for (const Tensor& x : inputs_) directions_.push_back(torch::randn_like(x).detach());
+  if (pass_ == Pass::kDoubleBackward) grad_out_.requires_grad_();
 }
 
-Tensor Point::pytorch(bool math) const {
+Point::Attention Point::ours(const qkv::AttentionOptions& options) const {
+  return [options](const Tensor& query, const Tensor& key, const Tensor& value) {
+    return qkv::attention(query, key, value, options);
+  };
+}
+
+Point::Attention Point::pytorch(bool math) const {
   const bool gqa = query_.size(1) != key_.size(1);
   const auto mask = pytorch_mask_.defined() ? std::optional<Tensor>(pytorch_mask_) : std::nullopt;
-  if (math) {
-    return std::get<0>(at::_scaled_dot_product_attention_math(query_, key_, value_, mask, dropout_,
-                                                              causal_, {}, {}, gqa));
-  }
-  return at::scaled_dot_product_attention(query_, key_, value_, mask, dropout_, causal_, {}, gqa);
+  return [=, this](const Tensor& query, const Tensor& key, const Tensor& value) {
+    if (math) {
+      return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout_,
+                                                                causal_, {}, {}, gqa));
+    }
+    return at::scaled_dot_product_attention(query, key, value, mask, dropout_, causal_, {}, gqa);
+  };
 }
 
-std::function<void()> Point::timed(const Attention& attention) const {
-  if (!backward_) {
-    return [attention] {
-      const torch::NoGradGuard no_grad;
-      attention();
-    };
+std::function<void()> Point::timed(Pass pass, const Attention& attention) const {
+  switch (pass) {
+    case Pass::kForward:
+      return [attention, this] {
+        const torch::NoGradGuard no_grad;
+        attention(query_, key_, value_);
+      };
+    case Pass::kBackward:
+      // Many backward passes through one forward pass.
+      return [attention, out = Tensor(), this]() mutable {
+        if (!out.defined()) out = attention(query_, key_, value_);
+        torch::autograd::grad({out}, inputs_, {grad_out_}, /*retain_graph=*/true,
+                              /*create_graph=*/false, /*allow_unused=*/true);
+      };
+    case Pass::kDoubleBackward:
+      // Many of them through one forward and one backward, with all cotangents, for all gradients.
+      return [attention, grads = std::vector<Tensor>(), this]() mutable {
+        if (grads.empty()) {
+          grads = torch::autograd::grad({attention(query_, key_, value_)}, inputs_, {grad_out_},
+                                        /*retain_graph=*/true, /*create_graph=*/true);
+        }
+        auto wanted = inputs_;
+        wanted.push_back(grad_out_);
+        torch::autograd::grad(grads, wanted, directions_, /*retain_graph=*/true);
+      };
+    case Pass::kJvp:
+    case Pass::kJvpOfQuery:
+      return [attention, pass, this] {
+        const torch::NoGradGuard no_grad;
+        const auto level = torch::autograd::ForwardADLevel::get_next_idx();
+        std::vector<Tensor> x = {query_, key_, value_};
+        const size_t moved = pass == Pass::kJvp ? x.size() : 1;
+        for (size_t i = 0; i < moved; ++i) {
+          x[i] = at::_make_dual(x[i], directions_[i], static_cast<int64_t>(level));
+        }
+        attention(x[0], x[1], x[2]);
+        x.clear();  // a level is left without tensors of it
+        torch::autograd::ForwardADLevel::release_idx(level);
+      };
   }
-  // Many backward passes through one forward pass.
-  return [attention, out = Tensor(), this]() mutable {
-    if (!out.defined()) out = attention();
-    torch::autograd::grad({out}, inputs_, {grad_out_}, /*retain_graph=*/true,
-                          /*create_graph=*/false, /*allow_unused=*/true);
-  };
+  throw std::logic_error("pass");
+}
+
+bool Point::has_math() const {
+  const int64_t scores = query_.size(0) * query_.size(1) * query_.size(2) * key_.size(2);
+  if (!pytorch_can_) return false;
+  // Where it would take gigabytes it is nobody's choice; of second order it is the only one.
+  if (is_first_order(pass_)) return scores <= int64_t(1) << 27;
+  // All scores this often, of float32 for types of 16 bits too; measured, and a few more.
+  constexpr int64_t kMatrices = 16;
+  const int64_t number = query_.scalar_type() == torch::kDouble ? 8 : 4;
+  return kMatrices * scores * number <= memory::available();
 }
 
 std::map<std::string, std::function<void()>> Point::systems() const {
   std::map<std::string, std::function<void()>> systems;
-  systems["qkv"] = timed([this] { return qkv::attention(query_, key_, value_, options_); });
-  if (has_plain_) {
-    systems["plain"] = timed([this] { return qkv::attention(query_, key_, value_, plain_); });
+  systems["qkv"] = timed(pass_, ours(options_));
+  if (has_plain_) systems["plain"] = timed(pass_, ours(plain_));
+  if (is_first_order(pass_)) {
+    if (pytorch_can_) systems["sdpa"] = timed(pass_, pytorch(false));
+  } else {
+    const Pass first = pass_ == Pass::kDoubleBackward ? Pass::kBackward : Pass::kForward;
+    systems["first_order"] = timed(first, ours(options_));
   }
-  if (pytorch_can_) {
-    systems["sdpa"] = timed([this] { return pytorch(false); });
-    // Where it would take gigabytes it is nobody's choice.
-    if (query_.size(0) * query_.size(1) * query_.size(2) * key_.size(2) <= int64_t(1) << 27) {
-      systems["math"] = timed([this] { return pytorch(true); });
-    }
-  }
+  if (has_math()) systems["math"] = timed(pass_, pytorch(true));
   if (limits::has_float32()) systems["multiply_add_float32"] = limits::multiply_add_float32;
   if (limits::has_bfloat16()) systems["multiply_add_bfloat16"] = limits::multiply_add_bfloat16;
   systems["read"] = [this] {

@@ -8,6 +8,10 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+/// What is timed of a call. A jvp is the call itself with tangents: of query, key and value, or of
+/// the query alone.
+enum class Pass { kForward, kBackward, kDoubleBackward, kJvp, kJvpOfQuery };
+
 /// One point of the grid: the tensors of one call, and what is timed on them.
 class Point {
  public:
@@ -15,16 +19,21 @@ class Point {
   explicit Point(const nlohmann::json& json);
 
   /// Name -> what one turn runs: "qkv", PyTorch's "sdpa" and "math" where they can do the same,
-  /// "plain" (qkv without the point's options), and the limits.
+  /// "plain" (qkv without the point's options), "first_order" (of a double backward our backward,
+  /// of a jvp our forward), and the limits.
+  /// The first turn of a backward makes its graph.
   std::map<std::string, std::function<void()>> systems() const;
 
  private:
-  using Attention = std::function<torch::Tensor()>;
+  using Attention = std::function<torch::Tensor(
+      const torch::Tensor& query, const torch::Tensor& key, const torch::Tensor& value)>;
 
-  std::function<void()> timed(const Attention& attention) const;
-  torch::Tensor pytorch(bool math) const;
+  Attention ours(const qkv::AttentionOptions& options) const;
+  Attention pytorch(bool math) const;
+  std::function<void()> timed(Pass pass, const Attention& attention) const;
+  bool has_math() const;
 
-  bool backward_;
+  Pass pass_;
   bool causal_;
   double dropout_;
   bool pytorch_can_;
@@ -32,5 +41,6 @@ class Point {
   torch::Tensor query_, key_, value_, mask_, grad_out_;
   torch::Tensor pytorch_mask_;  // what says the same to PyTorch: ALiBi and windows too
   std::vector<torch::Tensor> inputs_;
+  std::vector<torch::Tensor> directions_;  // of query, key and value (and the mask): any numbers
   qkv::AttentionOptions options_, plain_;
 };

@@ -1,20 +1,42 @@
-"""From the times of one point to what is said of it: ratios to PyTorch, the share of the limit."""
+"""From the times of one point to what is said of it: ratios to PyTorch, the share of the limit, and
+what second order costs beside first order."""
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Optional
 
 MULTIPLY_ADDS = 2**24  # of one call, by each thread; limits.h
 # What an exponential takes from the pipes that multiply and add: a polynomial of degree 5 in six
 # operations, the rest of it (rounding, scaling) goes elsewhere.
 OPERATIONS_OF_EXP = 6
-PRODUCTS = {"forward": 2, "backward": 5}
+# What is computed for each (query, key): products as wide as the key, as wide as the value, and
+# exponentials. A double backward is a jvp (5 products) and what follows it (10); a call with
+# tangents is a forward and a jvp.
+WORK = {
+    "forward": (1, 1, 1),
+    "backward": (3, 2, 1),
+    "double_backward": (10, 5, 2),
+    "jvp": (4, 3, 2),
+    "jvp_query": (3, 2, 2),
+}
+# Of second order, at 8 heads of 64 with 2048 or 4096 causal queries: properties of Result.
+GOALS = {
+    "double_backward": {
+        "over_first_order": ("≤", 3.7),
+        "share": ("≥", 0.75),
+        "speedup": ("≥", 8.0),
+        "megabytes": ("≤", 100.0),
+    },
+    "jvp": {"over_first_order": ("≤", 2.8), "megabytes": ("≤", 100.0)},
+    "jvp_query": {"over_first_order": ("≤", 1.8), "megabytes": ("≤", 100.0)},
+}
 
 
 @dataclass
 class Result:
     point: dict
     seconds: dict[str, list[float]]  # of each turn, by system
+    bytes: dict[str, int] = field(default_factory=dict)  # added by one call, of second order
 
     @property
     def name(self) -> str:
@@ -50,6 +72,37 @@ class Result:
         return None if plain is None else 1 / plain
 
     @property
+    def over_first_order(self) -> Optional[float]:
+        """Our time over that of our backward; for a jvp, what tangents add over our forward."""
+        first = self.ratio("first_order")
+        if first is None:
+            return None
+        return 1 / first - (0 if self.point["pass"] == "double_backward" else 1)
+
+    @property
+    def megabytes(self) -> Optional[float]:
+        """What our call adds to the process at its peak, above its results."""
+        p = self.point
+        if "qkv" not in self.bytes:
+            return None
+        out = p["queries"] * p.get("value_dim", p["head_dim"])
+        results = 2 * p["heads"] * out  # of a jvp: the output and its tangent
+        if p["pass"] == "double_backward":  # and gradients of two orders
+            key_rows = p["keys"] * p.get("kv_heads", p["heads"])
+            widths = p["head_dim"] + p.get("value_dim", p["head_dim"])
+            results += 2 * (p["heads"] * p["queries"] * p["head_dim"] + key_rows * widths)
+        number = {"float64": 8, "float32": 4}.get(p["dtype"], 2)
+        return (self.bytes["qkv"] - p["batch"] * results * number) / 1e6
+
+    def meets(self, what: str) -> Optional[bool]:
+        """A goal of this point; None if it has none, or if it is not known."""
+        side, goal = GOALS.get(self.point["pass"], {}).get(what, (None, None))
+        value = getattr(self, what)
+        if side is None or value is None:
+            return None
+        return value <= goal if side == "≤" else value >= goal
+
+    @property
     def pairs(self) -> int:
         """(query, key) that the band keeps, over all heads."""
         m, n = self.point["queries"], self.point["keys"]
@@ -73,12 +126,11 @@ class Result:
             return None
         in_bfloat16 = p["dtype"] == "bfloat16" and "multiply_add_bfloat16" in self.seconds
         products = self.best("multiply_add_bfloat16") if in_bfloat16 else float32
-        widths = p["head_dim"] + p.get("value_dim", p["head_dim"])
-        # Backward: S and dK, dQ are as wide as the key, dP and dV as the value.
-        extra = p["head_dim"] if p["pass"] == "backward" else 0
-        terms = self.pairs * (widths * (PRODUCTS[p["pass"]] // 2) + extra)
+        key_wide, value_wide, exponentials = WORK[p["pass"]]
+        width = key_wide * p["head_dim"] + value_wide * p.get("value_dim", p["head_dim"])
+        terms, operations = self.pairs * width, self.pairs * exponentials * OPERATIONS_OF_EXP
         each = threads * MULTIPLY_ADDS
-        arithmetic = terms / each * products + self.pairs * OPERATIONS_OF_EXP / each * float32
+        arithmetic = terms / each * products + operations / each * float32
         return max(arithmetic, self.best("read")) if p["queries"] <= 4 else arithmetic
 
     @property

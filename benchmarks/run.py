@@ -14,7 +14,7 @@ from typing import Optional
 import grid
 import torch
 from matplotlib.figure import Figure
-from results import Result
+from results import GOALS, WORK, Result
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -40,7 +40,8 @@ def measure(points: list[dict], turns: int, seconds: float) -> list[Result]:
         command += ["--benchmark_enable_random_interleaving=true"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             lines = track(process.stdout, "timing", total=len(points))
-            found = [Result(p, json.loads(line)["seconds"]) for p, line in zip(points, lines)]
+            objects = (json.loads(line) for line in lines)
+            found = [Result(p, o["seconds"], o.get("bytes", {})) for p, o in zip(points, objects)]
         if process.returncode != 0:
             sys.exit(f"{PROGRAM.name} ended with {process.returncode}")
     return found
@@ -66,7 +67,8 @@ def print_table(results: list[Result], console: Console) -> None:
             number(r.cost),
         )
     console.print(table)
-    speedups = [r.speedup for r in results if r.speedup is not None]
+    # Of first order: of second order PyTorch has one path, and that is a table of its own.
+    speedups = [r.speedup for r in results if r.speedup and r.point["pass"] not in GOALS]
     if speedups:
         mean = math.exp(statistics.mean(map(math.log, speedups)))
         slower = sum(s < 1 for s in speedups)
@@ -74,6 +76,37 @@ def print_table(results: list[Result], console: Console) -> None:
             f"beside PyTorch's better path: geometric mean {mean:.2f}, slowest "
             f"{min(speedups):.2f}, {slower} of {len(speedups)} points slower"
         )
+
+
+def print_second_order(results: list[Result], console: Console) -> None:
+    """What it costs beside first order in the same run, with its goals."""
+    results = [r for r in results if r.point["pass"] in GOALS]
+    if not results:
+        return
+    table = Table(title="second order, and its goals at N 2048 and 4096", title_justify="left")
+    table.add_column("")
+    columns = {
+        "over_first_order": "x first order",
+        "share": "of the limit",
+        "speedup": "x PyTorch",
+        "megabytes": "MB above results",
+    }
+    for column in (*columns.values(), "PyTorch's MB"):
+        table.add_column(column, justify="right")
+    for r in results:
+        cells = []
+        for what in columns:
+            side, goal = GOALS[r.point["pass"]].get(what, ("", ""))
+            style = {True: "green", False: "red", None: "default"}[r.meets(what)]
+            cells.append(f"[{style}]{number(getattr(r, what))}[/] {side} {goal}".rstrip())
+        math_bytes = r.bytes.get("math")
+        table.add_row(r.name, *cells, "" if math_bytes is None else f"{math_bytes / 1e6:.0f}")
+    console.print(table)
+    met = [r.meets(what) for r in results for what in GOALS[r.point["pass"]]]
+    console.print(
+        "x first order: a double backward over our backward; of a call with tangents (jvp), what "
+        f"these add, over our forward. {met.count(True)} of {len(met)} goals met"
+    )
 
 
 def plot(results: list[Result]) -> Figure:
@@ -92,8 +125,8 @@ def plot(results: list[Result]) -> Figure:
     for label, points in lines.items():
         points.sort(key=lambda r: r.point["keys"])
         keys = [r.point["keys"] for r in points]
-        products = 10 if points[0].point["pass"] == "backward" else 4
-        rates = [products * r.pairs * 64 / r.median / 1e9 for r in points]
+        products = sum(WORK[points[0].point["pass"]][:2])
+        rates = [2 * products * r.pairs * 64 / r.median / 1e9 for r in points]
         style = "--" if "causal" in label else "-"
         (line,) = speed.plot(keys, rates, style, marker="o", markersize=3, label=label)
         if all(r.share is not None for r in points):
@@ -130,13 +163,16 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"{processor()}; torch {torch.__version__}")
     print_table(results, console)
+    print_second_order(results, console)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "cpu.json").write_text(
         json.dumps(
             {
                 "processor": processor(),
                 "torch": torch.__version__,
-                "results": [{"point": r.point, "seconds": r.seconds} for r in results],
+                "results": [
+                    {"point": r.point, "seconds": r.seconds, "bytes": r.bytes} for r in results
+                ],
             },
             indent=1,
         )

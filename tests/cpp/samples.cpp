@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fstream>
 #include <limits>
+#include <random>
 
 namespace samples {
 
@@ -78,6 +79,62 @@ Sample make(const json& e) {
   return s;
 }
 
+/// An entry as those of the table; tests/python/random_samples.py draws such ones too.
+class Drawn {
+ public:
+  explicit Drawn(unsigned seed) : generator_(seed) {}
+
+  json entry() {
+    const int64_t kv_heads = number(1, 2), heads = kv_heads * number(1, 2);
+    const int64_t queries = number(1, 4), keys = number(1, 4);
+    std::vector<int64_t> batch;
+    if (heads < 4 && sometimes()) batch = {2};  // few numbers in all
+    json e = {{"batch", batch},
+              {"kv_batch", broadcast(batch)},
+              {"heads", heads},
+              {"kv_heads", kv_heads},
+              {"enable_gqa", true},
+              {"queries", queries},
+              {"keys", keys},
+              {"head_dim", number(1, 3)},
+              {"value_dim", number(1, 3)},
+              {"is_causal", sometimes()}};
+    if (sometimes()) e["window"] = {number(-1, keys), number(-1, keys)};
+    if (sometimes()) e["query_offset"] = number(-1, keys);
+    if (sometimes()) e["scale"] = 0.25 * static_cast<double>(number(-6, 6));
+    if (sometimes()) e["softcap"] = 0.5 * static_cast<double>(number(1, 8));
+    if (sometimes()) e["dropout_p"] = 0.1 * static_cast<double>(number(1, 6));
+    if (sometimes()) {
+      auto shape = broadcast(joined(batch, {heads, queries}));
+      shape.push_back(keys);
+      const bool is_bool = number(0, 2) == 0;  // a float one has a gradient
+      e["attn_mask"] = {
+          {"dtype", is_bool ? "bool" : "float"}, {"shape", shape}, {"minus_inf", sometimes()}};
+      if (sometimes()) e["attn_mask"]["empty_rows"] = json::array({0});
+    }
+    if (sometimes()) e["key_mask"]["shape"] = joined(broadcast(batch), {keys});
+    if (sometimes()) e["alibi_slopes"]["shape"] = joined(broadcast(batch), {heads});
+    if (sometimes()) e["sinks"]["shape"] = joined(broadcast(batch), {heads});
+    return e;
+  }
+
+ private:
+  // Not by <random>'s distributions, which differ from one standard library to the next.
+  int64_t number(int64_t least, int64_t most) {
+    return least + static_cast<int64_t>(generator_() % static_cast<uint64_t>(most - least + 1));
+  }
+
+  bool sometimes() { return number(0, 1) == 1; }
+
+  /// Some of it 1.
+  std::vector<int64_t> broadcast(std::vector<int64_t> shape) {
+    for (int64_t& size : shape) size = number(0, 2) == 0 ? 1 : size;
+    return shape;
+  }
+
+  std::mt19937 generator_;
+};
+
 }  // namespace
 
 std::vector<Sample> all() {
@@ -92,6 +149,18 @@ std::vector<Sample> all() {
 std::vector<Sample> small() {
   std::vector<Sample> found = all();
   std::erase_if(found, [](const Sample& s) { return s.large || s.empty; });
+  return found;
+}
+
+std::vector<Sample> random(int count) {
+  Drawn drawn(0);
+  torch::manual_seed(0);
+  std::vector<Sample> found;
+  for (int i = 0; i < count; ++i) {
+    json entry = drawn.entry();
+    entry["name"] = entry.dump();
+    found.push_back(make(entry));
+  }
   return found;
 }
 

@@ -28,6 +28,10 @@ std::vector<Sample> all();
 /// Those that numerical differences can be taken of.
 std::vector<Sample> small();
 
+/// Every option with every other, drawn at random but always the same, and small enough for
+/// differences of second order. Names are JSON, as an entry of the table.
+std::vector<Sample> random(int count);
+
 std::vector<Sample> named(const std::vector<std::string>& names);
 
 }  // namespace samples

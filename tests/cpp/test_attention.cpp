@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <qkv/qkv.h>
 
+#include <map>
+#include <string>
+
 #include "definition.h"
 #include "gradcheck.h"
 #include "samples.h"
@@ -127,6 +130,33 @@ class FewSamples : public ::testing::TestWithParam<Sample> {};
 
 TEST_P(FewSamples, GradientsOfSecondOrder) {
   EXPECT_EQ(checked(gradcheck::second_order, GetParam()), "");
+}
+
+// What Python draws by hypothesis, in a process without it.
+TEST(RandomSamples, GradientsOfSecondOrderAndForwardOverReverse) {
+  std::map<std::string, int> with;
+  int with_output = 0;
+  for (const Sample& s : samples::random(50)) {
+    SCOPED_TRACE(s.name);
+    EXPECT_EQ(checked(gradcheck::second_order, s), "");
+    EXPECT_EQ(checked(gradcheck::forward_over_reverse, s), "");
+    with_output += std::get<0>(called(s)).any().item<bool>();
+    const auto& o = s.options;
+    with["group"] += s.query.size(-3) != s.key.size(-3);
+    with["causal"] += o.is_causal();
+    with["window"] += o.window().has_value();
+    with["offset"] += o.query_offset().has_value();
+    with["scale"] += o.scale().has_value();
+    with["softcap"] += o.softcap() > 0;
+    with["dropout"] += o.dropout_p() > 0;
+    with["float mask"] += o.attn_mask() && o.attn_mask()->is_floating_point();
+    with["bool mask"] += o.attn_mask() && !o.attn_mask()->is_floating_point();
+    with["key mask"] += o.key_mask().has_value();
+    with["slopes"] += o.alibi_slopes().has_value();
+    with["sinks"] += o.sinks().has_value();
+  }
+  for (const auto& [option, count] : with) EXPECT_GE(count, 3) << option;
+  EXPECT_GE(with_output, 30);  // masks leave something of most
 }
 
 const auto by_name = [](const auto& info) { return info.param.name; };
