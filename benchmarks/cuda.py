@@ -2,9 +2,9 @@
 
     scripts/bench.sh cuda [--output DIR] [--rounds N] [--filter WORDS]
 
-All systems take turns in one run, in random order, each timed by CUDA events around enough calls to
-last some milliseconds. Limits are what the run itself measures: of a matrix product of the same dtype
-(without TF32), and of a copy. Needs nothing but torch: machines with GPUs may have no network.
+All systems take turns in one run, in random order, each timed by CUDA events around enough calls
+to last some milliseconds. Limits are what the run itself measures: of a matrix product of the same
+dtype (without TF32), and of a copy. Needs nothing but torch: machines with GPUs may have no network.
 """
 
 import argparse
@@ -22,7 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import qkv
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 TARGET_MS = 5.0
 
 
@@ -136,7 +141,7 @@ def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 
 
 def limits(dtype: str, rounds: int) -> dict[str, float]:
-    """Multiply-adds a second of a matrix product, and bytes a second that a copy reads and writes."""
+    """Multiply-adds a second of a matrix product, and bytes a second of a copy, both ways."""
     size = 4096 if dtype == "fp64" else 8192
     a = torch.randn(size, size, device="cuda", dtype=DTYPES[dtype])
     b = torch.randn_like(a)

@@ -13,8 +13,8 @@ std::string kernel_name(const Call& call) {
   if (!call.unfused_reason.empty()) return "unfused reference: " + call.unfused_reason;
   const Tensor& query = call.operands.query;
   const auto* isa = query.is_cuda() ? "simt" : cpu::kernel_table().isa;
-  return c10::str("fused ", query.is_cuda() ? "cuda " : "cpu ", dtype_name(query.scalar_type()), ' ',
-                  isa);
+  return c10::str("fused ", query.is_cuda() ? "cuda " : "cpu ", dtype_name(query.scalar_type()),
+                  ' ', isa);
 }
 
 std::string kernel_of_second_order(const Call& call) {

@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/cuda_resources.py [--architecture 90] [--check]
 
-Takes the PTX out of build/libqkv.so (cuobjdump, which torch's triton brings along) and has ptxas say
-what it makes of it. --check changes nothing and fails if the table would change.
+Takes the PTX out of build/libqkv.so (cuobjdump, which torch's triton brings along) and has ptxas
+say what it makes of it. --check changes nothing and fails if the table would change.
 """
 
 import argparse
@@ -47,14 +47,20 @@ def table(architecture: str) -> str:
     lines = ["| kernel | registers | spilled bytes | stack |", "|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
         library = ROOT / "build" / "libqkv.so"
-        subprocess.run([cuobjdump(), "-xptx", "all", library], cwd=folder, check=True,
-                       stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [cuobjdump(), "-xptx", "all", library],
+            cwd=folder,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         for ptx in sorted(Path(folder).glob("*.ptx")):
             command = [ptxas(), "-v", f"-arch=sm_{architecture}", ptx, "-o", f"{folder}/cubin"]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             for m in ENTRY.finditer(done.stderr):
                 spills = int(m["stores"]) + int(m["loads"])
-                lines.append(f"| `{demangled(m['name'])}` | {m['registers']} | {spills} | {m['stack']} |")
+                lines.append(
+                    f"| `{demangled(m['name'])}` | {m['registers']} | {spills} | {m['stack']} |"
+                )
     return "\n".join([*lines[:2], *sorted(lines[2:])]) + "\n"
 
 
@@ -67,7 +73,9 @@ def main() -> None:
     before, rest = text.split(BEGIN)
     new = before + BEGIN + table(args.architecture) + END + rest.split(END, 1)[1]
     if args.check:
-        sys.exit("docs/performance.md: the table of CUDA kernels is out of date" if new != text else 0)
+        sys.exit(
+            "docs/performance.md: the table of CUDA kernels is out of date" if new != text else 0
+        )
     DOCUMENT.write_text(new)
 
 

@@ -3,8 +3,9 @@
 #
 #   scripts/sanitize.sh [address] [thread] [fuzz]     all three by default
 #
-# address: the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer. (The kernels' tests
-#          allocate what the kernels ask for to the byte, so that an overrun shows.)
+# address: the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, those of a GPU's kernels
+#          on the emulated device as well. (The kernels' tests allocate what the kernels ask for to
+#          the byte, so that an overrun shows.)
 # thread:  the C++ tests that are about threads, and the kernels', under ThreadSanitizer.
 # fuzz:    random calls for QKV_FUZZ_SECONDS=300, compared with the definition, under the first two.
 source "$(dirname "$0")/environment.sh"
@@ -48,9 +49,10 @@ export ASAN_OPTIONS=detect_leaks=0
 for phase in "${phases[@]}"; do
   case $phase in
     address)
-      build build-asan address test_qkv test_kernels
+      build build-asan address test_qkv test_kernels test_cuda_emulation
       say "Tests under AddressSanitizer and UndefinedBehaviorSanitizer"
       build-asan/tests/test_kernels --gtest_brief=1
+      build-asan/tests/test_cuda_emulation --gtest_brief=1
       build-asan/tests/test_qkv --gtest_brief=1
       ;;
     thread)

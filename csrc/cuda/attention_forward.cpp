@@ -45,9 +45,7 @@ TensorTuple<4> attention_forward(const Operands& x) {
   return results;
 }
 
-TORCH_LIBRARY_IMPL(qkv, QKV_CUDA_KEY, m) {
-  m.impl("_attention_forward", flat<&attention_forward>);
-}
+TORCH_LIBRARY_IMPL(qkv, QKV_CUDA_KEY, m) { m.impl("_attention_forward", flat<&attention_forward>); }
 
 }  // namespace
 

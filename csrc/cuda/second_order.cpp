@@ -14,9 +14,7 @@ namespace qkv::cuda {
 namespace {
 
 /// Where Meta says they are.
-void put(const Tensor& from, const Tensor& to) {
-  from.defined() ? to.copy_(from) : to.zero_();
-}
+void put(const Tensor& from, const Tensor& to) { from.defined() ? to.copy_(from) : to.zero_(); }
 
 TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor& lse,
                              const Tensor& out_rest, const Tensor& lse_rest,

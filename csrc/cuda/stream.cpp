@@ -22,8 +22,10 @@ void check(const char* op, int error) {
   if (code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction ||
       code == cudaErrorUnsupportedPtxVersion) {
     const auto* device = at::cuda::getCurrentDeviceProperties();
-    TORCH_CHECK(false, op, ": this build has kernels for the CUDA architectures " QKV_CUDA_BUILT_FOR
-                ", none of which runs on ", device->name, " (sm_", device->major, device->minor,
+    TORCH_CHECK(false, op,
+                ": this build has kernels for the CUDA architectures " QKV_CUDA_BUILT_FOR
+                ", none of which runs on ",
+                device->name, " (sm_", device->major, device->minor,
                 "); build qkv with -DQKV_CUDA_ARCHITECTURES=", device->major, device->minor);
   }
   TORCH_CHECK(false, op, ": CUDA error: ", cudaGetErrorString(code));

@@ -19,7 +19,9 @@ struct KeyRange {
   int64_t end;
 
   QKV_INLINE bool empty() const { return begin >= end; }
-  QKV_INLINE bool contains(KeyRange other) const { return begin <= other.begin && other.end <= end; }
+  QKV_INLINE bool contains(KeyRange other) const {
+    return begin <= other.begin && other.end <= end;
+  }
   QKV_INLINE KeyRange intersection(KeyRange other) const {
     return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end};
   }

@@ -33,7 +33,7 @@ constexpr uint16_t kPoison = 0xffa5;
 struct SharedWord {
   bool written = false;  // ever
   int writer = -1;
-  int reader = -1;         // one of them
+  int reader = -1;  // one of them
   bool more_readers = false;
 };
 
@@ -81,7 +81,8 @@ struct Device {
 
 void report(FaultKind kind, uint64_t address, bool shared, int other_thread = -1) {
   if (faults.size() >= kFaultsKept) return;
-  faults.push_back({kind, device.kernel, device.block, device.current, other_thread, address, shared});
+  faults.push_back(
+      {kind, device.kernel, device.block, device.current, other_thread, address, shared});
 }
 
 bool is_poison(const void* address, size_t bytes) {
@@ -244,7 +245,8 @@ void unregister_memory(void* data) {
 
 void poison(void* data, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) {
-    static_cast<uint8_t*>(data)[i] = static_cast<uint8_t>(i % 2 == 0 ? kPoison & 0xff : kPoison >> 8);
+    static_cast<uint8_t*>(data)[i] =
+        static_cast<uint8_t>(i % 2 == 0 ? kPoison & 0xff : kPoison >> 8);
   }
 }
 
@@ -281,7 +283,8 @@ bool check_global(const void* pointer, size_t bytes, bool write) {
   if (address < device.begin || address + bytes > device.end) {
     std::lock_guard<std::mutex> lock(memory_mutex);
     auto after = memory.upper_bound(address);
-    if (after == memory.begin() || address + bytes > std::prev(after)->first + std::prev(after)->second) {
+    if (after == memory.begin() ||
+        address + bytes > std::prev(after)->first + std::prev(after)->second) {
       report(FaultKind::kOutOfBounds, address, false);
       return false;
     }
@@ -323,13 +326,12 @@ bool check_shared(const void* pointer, size_t bytes, bool write) {
   return true;
 }
 
-uint64_t exchange(uint64_t x, int bits) {
+const uint64_t* exchange(uint64_t x) {
   Fiber& fiber = *device.fibers[device.current];
-  const int partner = device.current ^ bits;
   fiber.offered = x;
   fiber.waiting = Waiting::kShuffle;
   to_scheduler(false);
-  return device.exchanged[partner];
+  return &device.exchanged[device.current / kWarp * kWarp];
 }
 
 void run(const char* name, int64_t blocks, int threads, int64_t shared_bytes,

@@ -44,8 +44,8 @@ struct Fault {
 /// What was found since the last call.
 std::vector<Fault> take_faults();
 
-/// Memory that kernels may touch. What was not written since is poison: bytes a5 ff, repeated, which
-/// no computation leaves (NaNs with a tail, in all types).
+/// Memory that kernels may touch. What was not written since is poison: bytes a5 ff, repeated,
+/// which no computation leaves (NaNs with a tail, in all types).
 void register_memory(void* data, size_t bytes);
 void unregister_memory(void* data);
 void poison(void* data, size_t bytes);
@@ -71,8 +71,8 @@ bool check_global(const void* address, size_t bytes, bool write);
 bool check_shared(const void* address, size_t bytes, bool write);
 void check_alignment(const void* address, size_t bytes);
 
-/// The 8 bytes that the lane with these bits flipped came with.
-uint64_t exchange(uint64_t x, int bits);
+/// All lanes of the warp come with 8 bytes; those of each, by its number.
+const uint64_t* exchange(uint64_t x);
 
 void run(const char* name, int64_t blocks, int threads, int64_t shared_bytes,
          const std::function<void()>& thread_body);
@@ -80,12 +80,22 @@ void run(const char* name, int64_t blocks, int threads, int64_t shared_bytes,
 }  // namespace detail
 
 template <class T>
-T shuffle_xor(T x, int bits) {
+T shuffle(T x, int lane) {
   uint64_t word = 0;
   memcpy(&word, &x, sizeof(x));
-  word = detail::exchange(word, bits);
+  word = detail::exchange(word)[lane % kWarp];
   memcpy(&x, &word, sizeof(x));
   return x;
+}
+template <class T>
+T shuffle_xor(T x, int bits) {
+  return shuffle(x, thread() % kWarp ^ bits);
+}
+inline uint32_t ballot(bool x) {
+  const uint64_t* votes = detail::exchange(x ? 1 : 0);
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kWarp; ++lane) bits |= static_cast<uint32_t>(votes[lane]) << lane;
+  return bits;
 }
 
 template <class T>

@@ -1,7 +1,7 @@
 #pragma once
 
-// From the first call on, tensors on the CPU lie in memory that the emulated device knows: an access
-// outside of a tensor, or a read of what nobody wrote, is a fault.
+// From the first call on, tensors on the CPU lie in memory that the emulated device knows: an
+// access outside of a tensor, or a read of what nobody wrote, is a fault.
 
 namespace qkv::kernels::device {
 

@@ -207,9 +207,12 @@ TEST(Emulated, FewRowsAndManyKeys) {
 }
 
 TEST(Emulated, MasksOfEveryBroadcastShape) {
-  for (const std::vector<int64_t> shape :
-       {std::vector<int64_t>{1, 1, 70, 90}, {2, 1, 1, 90}, {1, 4, 70, 1}, {1, 1, 1, 1},
-        {2, 4, 70, 90}, {1, 1, 1, 90}}) {
+  for (const std::vector<int64_t> shape : {std::vector<int64_t>{1, 1, 70, 90},
+                                           {2, 1, 1, 90},
+                                           {1, 4, 70, 1},
+                                           {1, 1, 1, 1},
+                                           {2, 4, 70, 90},
+                                           {1, 1, 1, 90}}) {
     qkv::Operands x = large(2, 70, 90, 5, 6);
     torch::manual_seed(4);
     x.attn_mask = torch::randn(shape, torch::kDouble);

@@ -62,28 +62,31 @@ TEST(EmulatedDevice, RunsEveryThreadOfEveryBlock) {
 
 TEST(EmulatedDevice, FindsAccessesOutsideOfGlobalMemory) {
   Memory memory;
-  expect_only(FaultKind::kOutOfBounds,
-              [](float* numbers) { device::store_global(numbers + device::thread() + 1, 1.0f); },
-              memory.numbers);
-  expect_only(FaultKind::kOutOfBounds,
-              [](float* numbers) { (void)device::load_global(numbers - 1); }, memory.numbers);
+  expect_only(
+      FaultKind::kOutOfBounds,
+      [](float* numbers) { device::store_global(numbers + device::thread() + 1, 1.0f); },
+      memory.numbers);
+  expect_only(
+      FaultKind::kOutOfBounds, [](float* numbers) { (void)device::load_global(numbers - 1); },
+      memory.numbers);
 }
 
 TEST(EmulatedDevice, FindsAccessesOutsideOfSharedMemory) {
   Memory memory;
-  expect_only(FaultKind::kOutOfBounds,
-              [](float*) { device::store_shared(shared() + device::thread() + 1, 1.0f); },
-              memory.numbers);
+  expect_only(
+      FaultKind::kOutOfBounds,
+      [](float*) { device::store_shared(shared() + device::thread() + 1, 1.0f); }, memory.numbers);
 }
 
 TEST(EmulatedDevice, FindsReadsOfWhatNobodyWrote) {
   Memory memory;
-  expect_only(FaultKind::kUninitialised,
-              [](float* numbers) { (void)device::load_global(numbers + device::thread()); },
-              memory.numbers);
-  expect_only(FaultKind::kUninitialised,
-              [](float*) { (void)device::load_shared(shared() + device::thread()); },
-              memory.numbers);
+  expect_only(
+      FaultKind::kUninitialised,
+      [](float* numbers) { (void)device::load_global(numbers + device::thread()); },
+      memory.numbers);
+  expect_only(
+      FaultKind::kUninitialised,
+      [](float*) { (void)device::load_shared(shared() + device::thread()); }, memory.numbers);
 }
 
 TEST(EmulatedDevice, FindsRacesBetweenBarriers) {
@@ -116,26 +119,29 @@ TEST(EmulatedDevice, FindsRacesBetweenBarriers) {
 
 TEST(EmulatedDevice, FindsBarriersThatNotAllComeTo) {
   Memory memory;
-  expect_only(FaultKind::kDeadlock,
-              [](float*) {
-                if (device::thread() != 5) device::barrier();
-              },
-              memory.numbers);
-  expect_only(FaultKind::kDeadlock,
-              [](float*) {
-                if (device::thread() % 32 != 3) (void)device::shuffle_xor(1.0f, 1);
-              },
-              memory.numbers);
+  expect_only(
+      FaultKind::kDeadlock,
+      [](float*) {
+        if (device::thread() != 5) device::barrier();
+      },
+      memory.numbers);
+  expect_only(
+      FaultKind::kDeadlock,
+      [](float*) {
+        if (device::thread() % 32 != 3) (void)device::shuffle_xor(1.0f, 1);
+      },
+      memory.numbers);
 }
 
 TEST(EmulatedDevice, FindsMisalignedVectors) {
   Memory memory;
-  expect_only(FaultKind::kMisaligned,
-              [](float*) {
-                const float four[4] = {1.0f, 2.0f, 3.0f, 4.0f};
-                if (device::thread() == 0) device::store_shared<4>(shared() + 1, four);
-              },
-              memory.numbers);
+  expect_only(
+      FaultKind::kMisaligned,
+      [](float*) {
+        const float four[4] = {1.0f, 2.0f, 3.0f, 4.0f};
+        if (device::thread() == 0) device::store_shared<4>(shared() + 1, four);
+      },
+      memory.numbers);
 }
 
 TEST(EmulatedDevice, SaysWhereAFaultIs) {

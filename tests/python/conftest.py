@@ -22,7 +22,9 @@ OF_THE_CPU = {
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cpu", help="where tensors are made: cpu, cuda, cuda:1, ..")
+    parser.addoption(
+        "--device", default="cpu", help="where tensors are made: cpu, cuda, cuda:1, .."
+    )
 
 
 def pytest_configure(config):

@@ -24,9 +24,23 @@ def test_kernels_include_no_torch():
     for path in (ROOT / "csrc" / "kernels").rglob("*.*"):
         for line in path.read_text().splitlines():
             if line.startswith("#include"):
-                assert re.match(
-                    r'#include ("kernels/|<(stdint|string|immintrin|arm_neon)\.h>)', line
-                ), f"{path}: {line}"
+                allowed = r'#include ("kernels/|<(stdint|string|immintrin|arm_neon)\.h>)'
+                if path.name == "device.cuh":  # what is below the kernels: CUDA, or its emulation
+                    allowed = (
+                        r'#include ("cuda_emulation/device\.h"|<(stdint|cuda_runtime_api)\.h>)'
+                    )
+                assert re.match(allowed, line), f"{path}: {line}"
+
+
+def test_kernels_of_a_gpu_use_its_layer():
+    """What CUDA gives is used through device.cuh, which the emulated device has as well."""
+    for path in (ROOT / "csrc" / "kernels" / "cuda").rglob("*.cu*"):
+        if path.name == "device.cuh":
+            continue
+        found = re.findall(
+            r"threadIdx|blockIdx|__sync\w*|__shfl\w*|__shared__|<<<", path.read_text()
+        )
+        assert not found, f"{path}: {found}"
 
 
 def test_instruction_sets_share_no_code():

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "kernels/half.h"
 #include "kernels/cpu/simd_avx512.h"
+#include "kernels/half.h"
 
 // AVX512-BF16 multiplies pairs of bfloat16 and adds both products to a float32:
 //

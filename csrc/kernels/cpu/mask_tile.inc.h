@@ -1,9 +1,9 @@
 #pragma once
 
 #include "kernels/band.h"
-#include "kernels/half.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/transpose.inc.h"
+#include "kernels/half.h"
 
 // Which pairs (query row, key) of a tile are kept, and what the additive mask puts on them.
 //

@@ -40,6 +40,15 @@ QKV_DEVICE T shuffle_xor(T x, int bits) {
   return __shfl_xor_sync(0xffffffff, x, bits);
 }
 
+/// The x of a lane.
+template <class T>
+QKV_DEVICE T shuffle(T x, int lane) {
+  return __shfl_sync(0xffffffff, x, lane);
+}
+
+/// Bit l: lane l came with true.
+QKV_DEVICE uint32_t ballot(bool x) { return __ballot_sync(0xffffffff, x); }
+
 /// The block's shared memory, as much as it was launched with.
 QKV_DEVICE char* shared_memory() {
   extern __shared__ __align__(16) char qkv_shared_memory[];
@@ -107,7 +116,7 @@ int launch(const char*, Kernel kernel, int64_t blocks, int threads, int64_t shar
     if (error != cudaSuccess) return error;
   }
   kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads),
-           static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream)>>>(arguments...);
+           static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream)> > >(arguments...);
   return cudaGetLastError();
 }
 

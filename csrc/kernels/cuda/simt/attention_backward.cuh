@@ -3,7 +3,8 @@
 #include "kernels/cuda/simt/attention_forward.cuh"
 
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2) without atomics: each number
-// of a gradient has one owner that sums its terms in order, at the price of P and dS computed twice.
+// of a gradient has one owner that sums its terms in order, at the price of P and dS computed
+// twice.
 //
 //     delta = <dO, O> - dLSE                                       of each row, first
 //     P = exp(S - lse)     dP = R ∘ (dO Vᵀ)     dS = P ∘ (dP - delta)     dU = softcap' ∘ dS
@@ -26,6 +27,8 @@ struct BackwardRows {
   T* lse;
   T* lse_rest;
   T* delta;
+  int64_t* query_offsets;
+  int64_t* grad_out_offsets;
 
   template <int kRows>
   static QKV_INLINE BackwardRows in(SharedMemory& shared) {
@@ -34,23 +37,25 @@ struct BackwardRows {
     rows.lse = shared.take<T>(kRows);
     rows.lse_rest = shared.take<T>(kRows);
     rows.delta = shared.take<T>(kRows);
+    rows.query_offsets = shared.take<int64_t>(kRows);
+    rows.grad_out_offsets = shared.take<int64_t>(kRows);
     return rows;
   }
 
   /// With barriers before and after.
-  template <int kRows>
+  template <int kRows, class Query, class GradOut>
   QKV_DEVICE void load(const BackwardTask<T>& task, int64_t batch, const PackedRows& packed,
-                       int64_t first) const {
+                       int64_t first, const Query& query, const GradOut& grad_out) const {
     const BackwardParams<T>& params = task.backward;
     device::barrier();
-    tile.load<kRows>(params.problem, packed, first);
+    tile.load<kRows>(params.problem, packed, first, query.offsets, grad_out.offsets);
     for (int r = device::thread(); r < kRows; r += kThreads) {
       // A row that keeps nothing, or only scores that overflowed, has lse = -inf: P = 0 with inf.
       T of_row = infinity<T>(), rest = T(0), delta_of_row = T(0);
       if (first + r < packed.count) {
-        const int64_t scalar = (batch * params.problem.query_heads + packed.head(first + r)) *
-                                   params.problem.queries +
-                               packed.query(first + r);
+        const int64_t scalar =
+            (batch * params.problem.query_heads + packed.head(first + r)) * params.problem.queries +
+            packed.query(first + r);
         const T x = device::load_global(params.lse + scalar);
         if (x != -infinity<T>()) of_row = x;
         rest = device::load_global(params.lse_rest + scalar);
@@ -157,9 +162,10 @@ QKV_DEVICE void store_pairs(const T (&x)[kBackwardOwn][kOthersOfThread], T* to) 
     T column[kBackwardOwn];
 #pragma unroll
     for (int i = 0; i < kBackwardOwn; ++i) column[i] = x[i][j];
-    device::store_shared<kBackwardOwn>(to + (thread_x() * kOthersOfThread + j) * kOwnStep<kBackwardOwn> +
-                                           thread_y() * kBackwardOwn,
-                                       column);
+    device::store_shared<kBackwardOwn>(
+        to + (thread_x() * kOthersOfThread + j) * kOwnStep<kBackwardOwn> +
+            thread_y() * kBackwardOwn,
+        column);
   }
 }
 
@@ -172,8 +178,8 @@ QKV_DEVICE void set_to_zero(T (&x)[kOwn][kColumns]) {
   }
 }
 
-/// delta of each row, a warp a row. An output of zeros is that of a row without keys, whose incoming
-/// gradient may be NaN.
+/// delta of each row, a warp a row. An output of zeros is that of a row without keys, whose
+/// incoming gradient may be NaN.
 template <class Element>
 QKV_KERNEL(kThreads, 1)
 delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
@@ -224,11 +230,13 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   const int64_t first_column = u.chunk * kWidth;
 
   const BackwardRows<T>& table = shared.rows;
-  table.template load<kBackwardRows>(task, batch, packed, first_row);
+  const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets);
+  const auto grad_out =
+      TileRows<Element>::of(p, params.grad_out, batch, T(1), table.grad_out_offsets);
+  table.template load<kBackwardRows>(task, batch, packed, first_row, query, grad_out);
   const Scores<T> scores(p, batch);
-  const auto query = TileRows<Element>::of(p, table.tile, p.query, batch, p.scale);
-  const auto grad_out = TileRows<Element>::of(p, table.tile, params.grad_out, batch, T(1));
-  const int64_t first_query = packed.query(first_row), last_query = packed.query(first_row + rows - 1);
+  const int64_t first_query = packed.query(first_row),
+                last_query = packed.query(first_row + rows - 1);
   const KeyRange any = keys_of_any(p.band, first_query, last_query, p.keys);
   const KeyRange all = keys_of_all(p.band, first_query, last_query, p.keys);
   const T drop_scale = dropout_scale<T>(p.dropout);
@@ -237,17 +245,17 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   set_to_zero(grad);
   for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
     const int keys = any.end - n < kOthers ? static_cast<int>(any.end - n) : kOthers;
-    const bool partial = rows < kBackwardRows || keys < kOthers || scores.masks() ||
-                         !all.contains({n, n + kOthers});
+    const bool partial =
+        rows < kBackwardRows || keys < kOthers || scores.masks() || !all.contains({n, n + kOthers});
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
     multiply_pairs<kBackwardOwn>(query, TileKeys<Element>::of(p, p.key, batch, kv_head, n, keys),
                                  p.head_dim, shared.stages, s);
     multiply_pairs<kBackwardOwn>(grad_out,
                                  TileKeys<Element>::of(p, p.value, batch, kv_head, n, keys),
                                  p.value_dim, shared.stages, g);
-    const uint32_t kept = through_softmax<false, false>(
-        scores, table, n, rows, keys, partial, drop_scale, s, g,
-        task.slope_gradient != nullptr ? slope_gradient : nullptr);
+    const uint32_t kept =
+        through_softmax<false, false>(scores, table, n, rows, keys, partial, drop_scale, s, g,
+                                      task.slope_gradient != nullptr ? slope_gradient : nullptr);
     store_pairs(g, shared.numbers);
     device::store_shared(shared.kept + device::thread(), kept);
     multiply_columns(OwnTile<T>{shared.numbers, shared.kept, partial},
@@ -255,6 +263,7 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
                      p.head_dim, shared.stages, grad);
   }
 
+  Element* grad_query = batch_of<Element>(p, params.grad_query, batch);
 #pragma unroll
   for (int i = 0; i < kBackwardOwn; ++i) {
     const int r = thread_y() * kBackwardOwn + i;
@@ -264,7 +273,7 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
       device::store_global(task.slope_gradient + table.tile.scalar(p, batch, r), slope_gradient[i]);
     }
     if (params.grad_query.data == nullptr) continue;
-    Element* row = table.tile.row(batch_of<Element>(p, params.grad_query, batch), params.grad_query, r);
+    Element* row = table.tile.row(grad_query, params.grad_query, r);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int64_t column = first_column + column_of_thread(j);
@@ -303,8 +312,9 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
 
   const BackwardRows<T>& table = shared.rows;
   const Scores<T> scores(p, batch);
-  const auto query = TileRows<Element>::of(p, table.tile, p.query, batch, p.scale);
-  const auto grad_out = TileRows<Element>::of(p, table.tile, params.grad_out, batch, T(1));
+  const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets);
+  const auto grad_out =
+      TileRows<Element>::of(p, params.grad_out, batch, T(1), table.grad_out_offsets);
   const auto key = TileKeys<Element>::of(p, p.key, batch, kv_head, first_key, keys);
   const auto value = TileKeys<Element>::of(p, p.value, batch, kv_head, first_key, keys);
   const T drop_scale = dropout_scale<T>(p.dropout);
@@ -321,14 +331,13 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
     if (keys_of_any(p.band, first_query, last_query, p.keys).intersection(own).empty()) continue;
     const bool partial = rows < kOthers || keys < kBackwardRows || scores.masks() ||
                          !keys_of_all(p.band, first_query, last_query, p.keys).contains(own);
-    table.template load<kOthers>(task, batch, packed, first_row);
+    table.template load<kOthers>(task, batch, packed, first_row, query, grad_out);
 
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
     multiply_pairs<kBackwardOwn>(key, query, p.head_dim, shared.stages, s);
     multiply_pairs<kBackwardOwn>(value, grad_out, p.value_dim, shared.stages, g);
-    const uint32_t kept =
-        through_softmax<true, false>(scores, table, first_key, rows, keys, partial, drop_scale, s, g,
-                                     static_cast<T*>(nullptr));
+    const uint32_t kept = through_softmax<true, false>(
+        scores, table, first_key, rows, keys, partial, drop_scale, s, g, static_cast<T*>(nullptr));
     device::store_shared(shared.kept + device::thread(), kept);
     const OwnTile<T> own_tile{shared.numbers, shared.kept, partial};
     if (need_value) {
@@ -342,22 +351,24 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
     }
   }
 
+  const auto write = [&](const Operand<T>& grad, int64_t columns,
+                         const T(&numbers)[kBackwardOwn][kColumns]) {
+    Element* rows = batch_of<Element>(p, grad, batch) + kv_head * grad.head_stride +
+                    (first_key + thread_y() * kBackwardOwn) * grad.row_stride;
 #pragma unroll
-  for (int i = 0; i < kBackwardOwn; ++i) {
-    const int k = thread_y() * kBackwardOwn + i;
-    if (k >= keys) continue;
-    const auto write = [&](const Operand<T>& grad, int64_t columns, const T(&numbers)[kColumns]) {
-      Element* row = batch_of<Element>(p, grad, batch) + kv_head * grad.head_stride +
-                     (first_key + k) * grad.row_stride;
+    for (int i = 0; i < kBackwardOwn; ++i) {
+      if (thread_y() * kBackwardOwn + i >= keys) break;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const int64_t column = first_column + column_of_thread(j);
-        if (column < columns) store_number(row + column * grad.column_stride, numbers[j]);
+        if (column < columns) {
+          store_number(rows + i * grad.row_stride + column * grad.column_stride, numbers[i][j]);
+        }
       }
-    };
-    if (need_key) write(params.grad_key, p.head_dim, grad_key[i]);
-    if (need_value) write(params.grad_value, p.value_dim, grad_value[i]);
-  }
+    }
+  };
+  if (need_key) write(params.grad_key, p.head_dim, grad_key);
+  if (need_value) write(params.grad_value, p.value_dim, grad_value);
 }
 
 template <class Element, int kColumns>
@@ -371,7 +382,8 @@ grad_key_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t 
 /// The gradients of the numbers a head has, from numbers of its rows. With w_i = exp(sink - lse_i),
 /// the weight that row i gives to the sink,
 ///
-///     grad_slope = sum over i of slope_gradient_i          grad_sink = - sum over i of w_i · delta_i
+///     grad_slope = sum over i of slope_gradient_i          grad_sink = - sum over i of w_i ·
+///     delta_i
 ///
 /// A block for each (batch, head); threads' sums are added in the order of a tree.
 template <class Element>

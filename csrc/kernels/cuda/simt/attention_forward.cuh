@@ -54,6 +54,7 @@ struct ForwardShared {
   T* weights;      // [64][rows]
   uint32_t* kept;  // of each thread
   RowTile rows;
+  int64_t* query_offsets;
   SharedMemory memory;
 
   explicit QKV_INLINE ForwardShared(char* begin) : memory(begin) {
@@ -61,6 +62,7 @@ struct ForwardShared {
     weights = memory.take<T>(kOthers * kOwnStep<kOwn>);
     kept = memory.take<uint32_t>(kThreads);
     rows = RowTile::in<kSide * kOwn>(memory);
+    query_offsets = memory.take<int64_t>(kSide * kOwn);
   }
 };
 
@@ -98,18 +100,45 @@ QKV_INLINE int64_t partial_row(const Problem<T>& problem) {
   return problem.value_dim + 2;
 }
 
-template <class Element, class T>
-QKV_DEVICE void write_out(const ForwardTask<T>& task, int64_t batch, int64_t head, int64_t query,
-                          int64_t column, T x) {
-  const auto place = [&](const Operand<T>& out) {
-    return batch_of<Element>(task.forward.problem, out, batch) + head * out.head_stride +
-           query * out.row_stride + column * out.column_stride;
-  };
-  store_number(place(task.forward.out), x);
-  if constexpr (sizeof(Element) == 2) {
-    const Element nearest = rounded(x, static_cast<const Element*>(nullptr));
-    store_number(place(task.out_rest), x - static_cast<T>(nearest));
+/// A batch element of out and, of 16-bit types, what rounding takes from it.
+template <class Element>
+struct OutputRows {
+  const ForwardTask<Real<Element>>& task;
+  Element* out;
+  Element* rest;
+
+  QKV_DEVICE OutputRows(const ForwardTask<Real<Element>>& forward_task, int64_t batch)
+      : task(forward_task),
+        out(batch_of<Element>(task.forward.problem, task.forward.out, batch)),
+        rest(sizeof(Element) == 2 ? batch_of<Element>(task.forward.problem, task.out_rest, batch)
+                                  : nullptr) {}
+
+  /// The row of a query and a head, at which columns can be written.
+  QKV_DEVICE OutputRows row(int64_t head, int64_t query) const {
+    OutputRows r = *this;
+    r.out += head * task.forward.out.head_stride + query * task.forward.out.row_stride;
+    if constexpr (sizeof(Element) == 2) {
+      r.rest += head * task.out_rest.head_stride + query * task.out_rest.row_stride;
+    }
+    return r;
   }
+
+  QKV_DEVICE void write(int64_t column, Real<Element> x) const {
+    store_number(out + column * task.forward.out.column_stride, x);
+    if constexpr (sizeof(Element) == 2) {
+      const Element nearest = rounded(x, static_cast<const Element*>(nullptr));
+      store_number(rest + column * task.out_rest.column_stride,
+                   x - static_cast<Real<Element>>(nearest));
+    }
+  }
+};
+
+/// What the sums of some keys under their own maximum are multiplied with when they are added to
+/// others. With nothing but NaN among their scores that maximum is -inf.
+template <class T>
+QKV_DEVICE T factor_of_part(T max_of_part, T max) {
+  if (max_of_part == -infinity<T>()) return max == -infinity<T>() ? T(1) : T(0);
+  return natural_exp(max_of_part - max);
 }
 
 template <class T>
@@ -131,8 +160,8 @@ QKV_DEVICE PairBits modify_pairs(const Scores<T>& scores, const RowTile& tile, i
     const int r = thread_y() * kOwn + row, k = thread_x() * kOthersOfThread + key;
     if (scores.drops() && key == 0 && r < rows) stays = scores.stays(tile, r, first_key + k);
     T cap_slope;
-    const bool keep = r < rows && k < keys &&
-                      scores.modify(tile, r, first_key + k, pairs[pair], cap_slope);
+    const bool keep =
+        r < rows && k < keys && scores.modify(tile, r, first_key + k, pairs[pair], cap_slope);
     if (!keep) pairs[pair] = -infinity<T>();
     bits.kept |= static_cast<uint32_t>(keep) << pair;
     bits.stays |= (stays >> key & 1) << pair;
@@ -155,15 +184,17 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
   const PackedRows packed = rows_of_kv_head(p, kv_head);
   const int64_t first_row = u.tile * kRows;
-  const int rows = packed.count - first_row < kRows ? static_cast<int>(packed.count - first_row) : kRows;
+  const int rows =
+      packed.count - first_row < kRows ? static_cast<int>(packed.count - first_row) : kRows;
   const int64_t first_column = u.chunk * kWidth;
 
   const RowTile& tile = shared.rows;
-  tile.load<kRows>(p, packed, first_row);
+  const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, shared.query_offsets);
+  tile.load<kRows>(p, packed, first_row, query.offsets);
   device::barrier();
   const Scores<T> scores(p, batch);
-  const auto query = TileRows<Element>::of(p, tile, p.query, batch, p.scale);
-  const int64_t first_query = packed.query(first_row), last_query = packed.query(first_row + rows - 1);
+  const int64_t first_query = packed.query(first_row),
+                last_query = packed.query(first_row + rows - 1);
   const KeyRange split = keys_of_split(p.keys, task.splits, u.split);
   const KeyRange any = keys_of_any(p.band, first_query, last_query, p.keys).intersection(split);
   const KeyRange all = keys_of_all(p.band, first_query, last_query, p.keys);
@@ -221,17 +252,18 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   }
 
   const T dropout = dropout_scale<T>(p.dropout);
+  const OutputRows<Element> output(task, batch);
+  const int64_t sinks = p.sinks.data == nullptr ? 0 : batch_offset(p, batch, p.sinks.batch_stride);
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     softmax[i].sum = sum_of_row(softmax[i].sum);
     const int r = thread_y() * kOwn + i;
     if (!tile.exists(r)) continue;
-    const int64_t i_query = device::load_shared(tile.query + r);
     const int64_t head = device::load_shared(tile.head + r);
     const bool writes_scalars = u.chunk == 0 && thread_x() == 0;
     if (task.splits > 1) {
-      T* row = params.partial + ((u.head * task.splits + u.split) * packed.count + first_row + r) *
-                                    partial_row(p);
+      T* row = params.partial +
+               ((u.head * task.splits + u.split) * packed.count + first_row + r) * partial_row(p);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const int64_t column = first_column + column_of_thread(j);
@@ -245,14 +277,16 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
     }
     T normaliser = softmax[i].normaliser();
     if (p.sinks.data != nullptr) {
-      normaliser = add_sink(sink_of<T>(p, batch, head), softmax[i].max, softmax[i].sum);
+      const T sink = device::load_global(p.sinks.data + sinks + head * p.sinks.head_stride);
+      normaliser = add_sink(sink, softmax[i].max, softmax[i].sum);
     }
     normaliser *= dropout;
+    const auto row = output.row(head, device::load_shared(tile.query + r));
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int64_t column = first_column + column_of_thread(j);
       if (column < p.value_dim) {
-        write_out<Element>(task, batch, head, i_query, column, normaliser * out[i][j]);
+        row.write(column, normaliser * out[i][j]);
       }
     }
     if (writes_scalars) {
@@ -266,7 +300,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 }
 
 template <class Element, int kOwn, int kColumns>
-QKV_KERNEL(kThreads, kOwn * kColumns <= 32 ? 2 : 1)
+QKV_KERNEL(kThreads, kOwn* kColumns <= 32 ? 2 : 1)
 attention_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     forward_unit<Element, kOwn, kColumns>(task, unit);
@@ -274,7 +308,8 @@ attention_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS 
   }
 }
 
-/// Output and logsumexp from the partial results of all splits, added in order. A warp for each row.
+/// Output and logsumexp from the partial results of all splits, added in order. A warp for each
+/// row.
 template <class Element>
 QKV_KERNEL(kThreads, 1)
 merge_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
@@ -297,11 +332,8 @@ merge_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int6
     for (int64_t s = 0; s < task.splits; ++s) {
       max = maximum(max, device::load_global(parts + s * step + p.value_dim));
     }
-    // A split that kept nothing has the sum 0 and a maximum of -inf.
     const auto factor = [&](int64_t s) {
-      const T max_of_split = device::load_global(parts + s * step + p.value_dim);
-      return max_of_split == -infinity<T>() ? (max == -infinity<T>() ? T(1) : T(0))
-                                            : natural_exp(max_of_split - max);
+      return factor_of_part(device::load_global(parts + s * step + p.value_dim), max);
     };
     for (int64_t s = 0; s < task.splits; ++s) {
       const T of_split = device::load_global(parts + s * step + p.value_dim + 1);
@@ -313,13 +345,14 @@ merge_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int6
       normaliser = add_sink(sink_of<T>(p, batch, head), lse_max, lse_sum);
     }
     normaliser *= dropout_scale<T>(p.dropout);
+    const auto output = OutputRows<Element>(task, batch).row(head, query);
     for (int64_t column = lane; column < p.value_dim; column += device::kWarp) {
       T out = T(0);
       for (int64_t s = 0; s < task.splits; ++s) {
         if (device::load_global(parts + s * step + p.value_dim + 1) == T(0)) continue;
         out += factor(s) * device::load_global(parts + s * step + column);
       }
-      write_out<Element>(task, batch, head, query, column, normaliser * out);
+      output.write(column, normaliser * out);
     }
     if (lane == 0) {
       T lse, rest;

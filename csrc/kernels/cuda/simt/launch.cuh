@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/simt/few_rows.cuh"
 #include "kernels/cuda/simt/mask_gradient.cuh"
 
 // Which kernels a call runs, in which order, with how many blocks and how much shared memory. Each
@@ -7,26 +8,42 @@
 
 namespace qkv::kernels::simt {
 
-/// Rows of a tile of the forward kernel: few if there are no more, else as many as fit registers.
-template <class T>
-constexpr int kForwardOwn = 32 / static_cast<int>(sizeof(T));
-constexpr int kFewRows = kSide;
+inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-template <class T>
-bool has_few_rows(const Problem<T>& p) {
-  return p.query_heads / p.kv_heads * p.queries <= kFewRows;
+/// A grid holds 2^31 - 1 blocks; kernels walk over what is more.
+inline int64_t blocks_of(int64_t units) { return units < 0x7fffffff ? units : 0x7fffffff; }
+
+/// Any object of a block's shared memory, to ask it for its size.
+template <class Shared, class... Arguments>
+int64_t shared_bytes(const Arguments&... arguments) {
+  static char as_much_as_there_is[228 << 10];
+  return Shared(as_much_as_there_is, arguments...).memory.taken();
 }
 
-inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+/// Rows of each thread of the forward kernel, as many as fit its registers.
+template <class T>
+constexpr int kForwardOwn = 32 / static_cast<int>(sizeof(T));
+
+/// Rows of a tile of the kernel for few rows, of which there may be some; 0: there are too many
+/// rows, or their queries are too wide for shared memory.
+template <class T>
+constexpr int kMostFewRows = 32 / static_cast<int>(sizeof(T));
+template <class T>
+int few_rows_of_tile(const Problem<T>& p) {
+  const int64_t rows = p.query_heads / p.kv_heads * p.queries;
+  if (rows > 16 || p.head_dim > 512) return 0;
+  return rows == 1 ? 1 : rows <= 4 ? 4 : kMostFewRows<T>;
+}
 
 template <class T>
 int64_t forward_tiles(const Problem<T>& p) {
-  const int64_t rows = p.query_heads / p.kv_heads * p.queries;
-  return ceil_divide(rows, has_few_rows(p) ? kFewRows : kSide * kForwardOwn<T>);
+  const int of_tile = few_rows_of_tile(p);
+  return ceil_divide(p.query_heads / p.kv_heads * p.queries,
+                     of_tile != 0 ? of_tile : kSide * kForwardOwn<T>);
 }
 
-/// Of sizes alone, so that bits do not depend on the batch; ranges of at least 512 keys, and no more
-/// blocks of a head than 32.
+/// Of sizes alone, so that bits do not depend on the batch; ranges of at least 512 keys, and no
+/// more blocks of a head than 32.
 template <class T>
 int64_t number_of_splits(const Problem<T>& p) {
   const int64_t wanted = 32 / forward_tiles(p), possible = p.keys / 512;
@@ -34,26 +51,27 @@ int64_t number_of_splits(const Problem<T>& p) {
   return splits < 1 ? 1 : splits;
 }
 
-/// A grid holds 2^31 - 1 blocks; kernels walk over what is more.
-inline int64_t blocks_of(int64_t units) { return units < 0x7fffffff ? units : 0x7fffffff; }
-
-template <class Shared>
-int64_t shared_bytes() {
-  static char as_much_as_there_is[228 << 10];
-  return Shared(as_much_as_there_is).memory.taken();
-}
-
 template <class Element, int kOwn, int kColumns>
 int launch_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
   const int64_t chunks = p.value_dim == 0 ? 1 : ceil_divide(p.value_dim, kSide * kColumns);
-  const int64_t units =
-      p.batch * p.kv_heads * chunks * task.splits *
-      ceil_divide(p.query_heads / p.kv_heads * p.queries, kSide * kOwn);
+  const int64_t units = p.batch * p.kv_heads * chunks * task.splits *
+                        ceil_divide(p.query_heads / p.kv_heads * p.queries, kSide * kOwn);
   return device::launch("attention_forward", attention_forward_kernel<Element, kOwn, kColumns>,
                         blocks_of(units), kThreads,
                         shared_bytes<ForwardShared<T, kOwn, kColumns>>(), stream, task, units);
+}
+
+template <class Element, int kRows>
+int launch_few_rows(const ForwardTask<Real<Element>>& task, void* stream) {
+  using T = Real<Element>;
+  const Problem<T>& p = task.forward.problem;
+  const int64_t chunks = p.value_dim == 0 ? 1 : ceil_divide(p.value_dim, kWarpColumns);
+  const int64_t units = p.batch * p.kv_heads * chunks * task.splits *
+                        ceil_divide(p.query_heads / p.kv_heads * p.queries, kRows);
+  return device::launch("few_rows", few_rows_kernel<Element, kRows>, blocks_of(units), kThreads,
+                        shared_bytes<FewRowsShared<T, kRows>>(p.head_dim), stream, task, units);
 }
 
 template <class Element>
@@ -61,13 +79,20 @@ int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
   constexpr int kOwn = kForwardOwn<T>;
-  int error;
-  if (has_few_rows(p)) {
-    error = p.value_dim <= 64 ? launch_forward<Element, 1, 4>(task, stream)
-                              : launch_forward<Element, 1, 8>(task, stream);
-  } else {
-    error = p.value_dim <= 64 ? launch_forward<Element, kOwn, 4>(task, stream)
-                              : launch_forward<Element, kOwn, 8>(task, stream);
+  int error = 0;
+  switch (few_rows_of_tile(p)) {
+    case 1:
+      error = launch_few_rows<Element, 1>(task, stream);
+      break;
+    case 4:
+      error = launch_few_rows<Element, 4>(task, stream);
+      break;
+    case 8:
+      if constexpr (kMostFewRows<T> == 8) error = launch_few_rows<Element, 8>(task, stream);
+      break;
+    default:
+      error = p.value_dim <= 64 ? launch_forward<Element, kOwn, 4>(task, stream)
+                                : launch_forward<Element, kOwn, 8>(task, stream);
   }
   if (error != 0 || task.splits == 1) return error;
   const int64_t rows = p.batch * p.query_heads * p.queries;

@@ -6,7 +6,8 @@
 // broadcast (its stride is 0 there). A block owns 64 x 64 elements of the gradient, or the one row
 // or column that a broadcast leaves, and walks over everything that reads them, in a fixed order:
 //
-//     grad_mask (b, h, i, j) = sum of dS (b', h', i', j')  of all (b', h', i', j') that read element
+//     grad_mask (b, h, i, j) = sum of dS (b', h', i', j')  of all (b', h', i', j') that read
+//     element
 //                                                          (b, h, i, j) of the mask
 
 namespace qkv::kernels::simt {
@@ -92,6 +93,9 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
   for (int64_t b = 0; b < summed_batches; ++b) {
     const int64_t batch = batch_of_mask(p, mask, mask_batch, b);
     const Scores<T> scores(p, batch);
+    const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets);
+    const auto grad_out =
+        TileRows<Element>::of(p, params.grad_out, batch, T(1), table.grad_out_offsets);
     for (int64_t head = first_head; head < end_head; ++head) {
       const PackedRows packed{head, 1, p.queries};
       for (int64_t row = begin_row; row < end_row; row += kBackwardRows) {
@@ -100,9 +104,7 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
         const KeyRange range =
             keys_of_any(p.band, row, row + rows - 1, p.keys).intersection({begin_key, end_key});
         if (range.empty()) continue;
-        table.template load<kBackwardRows>(task, batch, packed, row);
-        const auto query = TileRows<Element>::of(p, table.tile, p.query, batch, p.scale);
-        const auto grad_out = TileRows<Element>::of(p, table.tile, params.grad_out, batch, T(1));
+        table.template load<kBackwardRows>(task, batch, packed, row, query, grad_out);
         for (int64_t n = range.begin - range.begin % kOthers; n < range.end; n += kOthers) {
           const int keys = end_key - n < kOthers ? static_cast<int>(end_key - n) : kOthers;
           T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
@@ -139,7 +141,8 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
     }
     device::barrier();
   }
-  T* of_head = mask.data + batch_offset(p, batch_of_mask(p, mask, mask_batch, 0), mask.batch_stride) +
+  T* of_head = mask.data +
+               batch_offset(p, batch_of_mask(p, mask, mask_batch, 0), mask.batch_stride) +
                mask_head * mask.head_stride;
 #pragma unroll
   for (int i = 0; i < kBackwardOwn; ++i) {

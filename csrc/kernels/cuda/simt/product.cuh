@@ -5,8 +5,9 @@
 // The two products of attention, each a block's: through two stages in shared memory, the next of
 // which is fetched into registers while the products of the one before are summed.
 //
-//     pairs     C[own][other]   = sum over d       of A[own][d] · B[other][d]      S = Q Kᵀ, dP = dO Vᵀ
-//     columns   C[own][column] += sum over others  of A[other][own] · B[other][column]    O = P V, ..
+//     pairs     C[own][other]   = sum over d       of A[own][d] · B[other][d]      S = Q Kᵀ, dP =
+//     dO Vᵀ columns   C[own][column] += sum over others  of A[other][own] · B[other][column]    O =
+//     P V, ..
 //
 // Sums are taken in the order of their terms, whatever else is computed.
 
@@ -22,13 +23,12 @@ constexpr int kOwnStep = kSide* kOwn + kPad;
 
 /// Numbers of the two stages, of the product that has more.
 template <class T, int kOwn, int kColumns>
-constexpr int kStageNumbers =
-    2 * kDepth<T> *
-    (kOwnStep<kOwn> + kOthers > kSide * kColumns ? kOwnStep<kOwn> + kOthers + kPad
-                                                 : kSide* kColumns + kPad);
+constexpr int kStageNumbers = 2 * kDepth<T>*(kOwnStep<kOwn> + kOthers > kSide * kColumns
+                                                 ? kOwnStep<kOwn> + kOthers + kPad
+                                                 : kSide * kColumns + kPad);
 
-/// The column of a chunk of 16 · kColumns that a thread's number j is of: groups of 4 neighbours, so
-/// that a quarter of a warp reads 128 bytes in one piece.
+/// The column of a chunk of 16 · kColumns that a thread's number j is of: groups of 4 neighbours,
+/// so that a quarter of a warp reads 128 bytes in one piece.
 QKV_DEVICE int column_of_thread(int j) { return j / 4 * (4 * kSide) + thread_x() * 4 + j % 4; }
 
 template <class T, int kColumns>

@@ -51,7 +51,8 @@ class Scores {
   QKV_DEVICE Scores(const Problem<T>& problem, int64_t batch)
       : p_(problem),
         mask_(batch_offset(problem, batch, problem.attn_mask.batch_stride)),
-        key_mask_(problem.key_mask.data + batch_offset(problem, batch, problem.key_mask.batch_stride)),
+        key_mask_(problem.key_mask.data +
+                  batch_offset(problem, batch, problem.key_mask.batch_stride)),
         slopes_(problem.alibi_slopes.data +
                 batch_offset(problem, batch, problem.alibi_slopes.batch_stride)),
         seed_(problem.dropout.threshold == 0
@@ -143,7 +144,8 @@ class Scores {
   QKV_DEVICE T mask_number(int64_t at) const {
     switch (p_.attn_mask.type) {
       case MaskType::kFloat64:
-        return static_cast<T>(device::load_global(static_cast<const double*>(p_.attn_mask.data) + at));
+        return static_cast<T>(
+            device::load_global(static_cast<const double*>(p_.attn_mask.data) + at));
       case MaskType::kBFloat16:
         return static_cast<float>(
             device::load_global(static_cast<const BFloat16*>(p_.attn_mask.data) + at));
@@ -151,7 +153,8 @@ class Scores {
         return static_cast<float>(
             device::load_global(static_cast<const Float16*>(p_.attn_mask.data) + at));
       default:
-        return static_cast<T>(device::load_global(static_cast<const float*>(p_.attn_mask.data) + at));
+        return static_cast<T>(
+            device::load_global(static_cast<const float*>(p_.attn_mask.data) + at));
     }
   }
 
@@ -168,8 +171,8 @@ struct PairBits {
   uint32_t stays;
 };
 
-/// f(row, key, bit, pair) for each pair of a thread: rows first_row + row and keys first_key + key of
-/// the tile, pair its number in an array of them. Nothing is unrolled: it would be most of a
+/// f(row, key, bit, pair) for each pair of a thread: rows first_row + row and keys first_key + key
+/// of the tile, pair its number in an array of them. Nothing is unrolled: it would be most of a
 /// kernel's code.
 template <int kRows, bool kOwnsKeys, class F>
 QKV_DEVICE void for_each_pair(F f) {

@@ -6,7 +6,7 @@
 
 namespace qkv::kernels::simt {
 
-#define QKV_COMPILED_ELSEWHERE(Element)                                        \
+#define QKV_COMPILED_ELSEWHERE(Element)                                               \
   extern template int run_forward<Element>(const ForwardTask<Real<Element>>&, void*); \
   extern template int run_backward<Element>(const BackwardTask<Real<Element>>&, void*);
 QKV_COMPILED_ELSEWHERE(float)

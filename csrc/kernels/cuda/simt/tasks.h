@@ -4,9 +4,10 @@
 
 #include "kernels/params.h"
 
-// The kernels for any NVIDIA GPU as the host calls them. Of T = float, query, key, value and what is
-// shaped like them are stored as `storage` says: pointers to float in Params then point to such
-// numbers. Everything is put on a cudaStream_t and returns at once, a cudaError_t, 0 if all is well.
+// The kernels for any NVIDIA GPU as the host calls them. Of T = float, query, key, value and what
+// is shaped like them are stored as `storage` says: pointers to float in Params then point to such
+// numbers. Everything is put on a cudaStream_t and returns at once, a cudaError_t, 0 if all is
+// well.
 
 namespace qkv::kernels::simt {
 
@@ -22,10 +23,10 @@ struct BackwardTask {
   BackwardParams<T> backward;
   Operand<const T> out_rest;  // as in ForwardTask
   T* delta;                   // (B, Hq, M), dense: <dO, O> - dLSE of each row
-  T* slope_gradient;          // (B, Hq, M), or nullptr: of each row's scores with respect to its slope
-  Operand<T> grad_mask;       // numbers of T whatever the storage; without data if not asked for
-  double* grad_slopes;        // (B, Hq), or nullptr
-  double* grad_sinks;         // as grad_slopes
+  T* slope_gradient;     // (B, Hq, M), or nullptr: of each row's scores with respect to its slope
+  Operand<T> grad_mask;  // numbers of T whatever the storage; without data if not asked for
+  double* grad_slopes;   // (B, Hq), or nullptr
+  double* grad_sinks;    // as grad_slopes
 };
 
 /// How many ranges the keys are cut into when rows are few: of the sizes of a head alone.

@@ -22,7 +22,8 @@ constexpr int kThreads = 256;
 constexpr int kSide = 16;
 constexpr int kOthers = 64;
 constexpr int kOthersOfThread = kOthers / kSide;
-constexpr int kPad = 4;  // numbers after each row in shared memory: stores of columns spread over banks
+constexpr int kPad =
+    4;  // numbers after each row in shared memory: stores of columns spread over banks
 
 QKV_DEVICE int thread_x() { return device::thread() % kSide; }
 QKV_DEVICE int thread_y() { return device::thread() / kSide; }
@@ -120,6 +121,14 @@ QKV_INLINE PackedRows rows_of_kv_head(const Problem<T>& p, int64_t kv_head) {
   return {kv_head * group, group, group * p.queries};
 }
 
+/// Where the rows of a tile lie in an operand's batch element, in shared memory; -1: there is no
+/// row.
+struct RowOffsets {
+  int64_t* of_row;
+  int64_t head_stride;
+  int64_t row_stride;
+};
+
 /// A few of them, in shared memory.
 struct RowTile {
   int64_t* query;
@@ -138,16 +147,20 @@ struct RowTile {
   }
 
   /// A barrier must follow.
-  template <int kRows, class T>
-  QKV_DEVICE void load(const Problem<T>& p, const PackedRows& rows, int64_t first) const {
+  template <int kRows, class T, class... Offsets>
+  QKV_DEVICE void load(const Problem<T>& p, const PackedRows& rows, int64_t first,
+                       const Offsets&... offsets) const {
     for (int r = device::thread(); r < kRows; r += kThreads) {
       const bool exists = first + r < rows.count;
-      const int64_t i = exists ? rows.query(first + r) : 0;
+      const int64_t i = exists ? rows.query(first + r) : 0, h = exists ? rows.head(first + r) : -1;
       const KeyRange keys = exists ? keys_of_query(p.band, i, p.keys) : KeyRange{0, 0};
       device::store_shared(query + r, i);
-      device::store_shared(head + r, exists ? static_cast<int32_t>(rows.head(first + r)) : -1);
+      device::store_shared(head + r, static_cast<int32_t>(h));
       device::store_shared(begin + r, keys.begin);
       device::store_shared(end + r, keys.end);
+      (device::store_shared(offsets.of_row + r,
+                            exists ? h * offsets.head_stride + i * offsets.row_stride : -1),
+       ...);
     }
   }
 
@@ -170,23 +183,19 @@ struct RowTile {
 /// Rows of query or grad_out as one side of a product; 0 where there is no row.
 template <class Element>
 struct TileRows {
-  RowTile tile;
   const Element* batch_element;
-  int64_t head_stride;
-  int64_t row_stride;
+  RowOffsets offsets;
   Real<Element> factor;
 
   template <class T>
-  static QKV_DEVICE TileRows of(const Problem<T>& p, const RowTile& tile,
-                                const Operand<const T>& x, int64_t batch, T factor) {
-    return {tile, batch_of<Element>(p, x, batch), x.head_stride, x.row_stride, factor};
+  static QKV_DEVICE TileRows of(const Problem<T>& p, const Operand<const T>& x, int64_t batch,
+                                T factor, int64_t* offsets) {
+    return {batch_of<Element>(p, x, batch), {offsets, x.head_stride, x.row_stride}, factor};
   }
 
   QKV_DEVICE Real<Element> operator()(int r, int64_t column) const {
-    const int32_t head = device::load_shared(tile.head + r);
-    if (head < 0) return 0;
-    return factor * load_number(batch_element + head * head_stride +
-                                device::load_shared(tile.query + r) * row_stride + column);
+    const int64_t offset = device::load_shared(offsets.of_row + r);
+    return offset < 0 ? Real<Element>(0) : factor * load_number(batch_element + offset + column);
   }
 };
 

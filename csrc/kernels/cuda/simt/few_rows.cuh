@@ -1,0 +1,232 @@
+#pragma once
+
+#include "kernels/cuda/simt/attention_forward.cuh"
+
+// Forward attention with few rows (a step of decoding): K and V are read once, from memory straight
+// into registers, and reading them is all that counts. A block owns kRows packed rows of one
+// key/value head, 128 columns of the output and one range of the keys, of which each warp takes 32
+// in turn:
+//
+//     scores   eight lanes a key, four keys at a time; q lies in shared memory
+//                  lane   0 .. 7   8 .. 15   16 .. 23   24 .. 31
+//                  key      n       n + 1      n + 2      n + 3
+//     softmax  a lane a key
+//     output   a lane a column (and the columns 32, 64, 96 after it), a key at a time
+//
+// In the end the maxima, sums and outputs of the eight warps are merged, in order.
+
+namespace qkv::kernels::simt {
+
+constexpr int kWarps = kThreads / device::kWarp;
+constexpr int kWarpKeys = device::kWarp;
+constexpr int kLanesOfKey = 8, kKeysAtOnce = device::kWarp / kLanesOfKey;
+constexpr int kWarpColumns = 4 * device::kWarp;
+
+template <class T, int kRows>
+struct FewRowsShared {
+  T* query;    // [kRows][D], scaled
+  T* numbers;  // [warps][kRows][max, sum, 128 columns]
+  RowTile rows;
+  int64_t* query_offsets;
+  SharedMemory memory;
+
+  QKV_INLINE FewRowsShared(char* begin, int64_t head_dim) : memory(begin) {
+    rows = RowTile::in<kRows>(memory);
+    query_offsets = memory.take<int64_t>(kRows);
+    numbers = memory.take<T>(kWarps * kRows * (kWarpColumns + 2));
+    query = memory.take<T>(static_cast<int>(kRows * head_dim));
+  }
+};
+
+template <class T>
+QKV_DEVICE T maximum_of_warp(T x) {
+  for (int bits = 1; bits < device::kWarp; bits *= 2) {
+    x = maximum(x, device::shuffle_xor(x, bits));
+  }
+  return x;
+}
+
+/// What a warp has of its keys.
+template <class T, int kRows>
+struct WarpRows {
+  OnlineSoftmax<ScalarMath<T>> softmax[kRows];  // sums of this lane's keys only
+  T out[kRows][4];
+};
+
+/// The products of 32 keys with all rows: score[r] is of key `lane`.
+template <class Element, int kRows>
+QKV_DEVICE void multiply_keys(const TileKeys<Element>& keys, const Real<Element>* query,
+                              int64_t head_dim, Real<Element> (&score)[kRows]) {
+  using T = Real<Element>;
+  const int lane = device::thread() % device::kWarp;
+  for (int n = 0; n < kWarpKeys; n += kKeysAtOnce) {
+    T sum[kRows] = {};
+#pragma unroll 4
+    for (int64_t d = lane % kLanesOfKey; d < head_dim; d += kLanesOfKey) {
+      const T k = keys(n + lane / kLanesOfKey, d);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) sum[r] += device::load_shared(query + r * head_dim + d) * k;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      for (int bits = 1; bits < kLanesOfKey; bits *= 2) sum[r] += device::shuffle_xor(sum[r], bits);
+      const T of_lane = device::shuffle(sum[r], lane % kKeysAtOnce * kLanesOfKey);
+      if (lane / kKeysAtOnce * kKeysAtOnce == n) score[r] = of_lane;
+    }
+  }
+}
+
+template <class Element, int kRows>
+QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t unit) {
+  using T = Real<Element>;
+  const ForwardParams<T>& params = task.forward;
+  const Problem<T>& p = params.problem;
+  const FewRowsShared<T, kRows> shared(device::shared_memory(), p.head_dim);
+  const int64_t chunks =
+      p.value_dim <= kWarpColumns ? 1 : (p.value_dim + kWarpColumns - 1) / kWarpColumns;
+  const int64_t rows_of_head = p.query_heads / p.kv_heads * p.queries;
+  const auto u = ForwardUnit::of(unit, chunks, task.splits, (rows_of_head + kRows - 1) / kRows);
+  const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
+  const PackedRows packed = rows_of_kv_head(p, kv_head);
+  const int64_t first_row = u.tile * kRows;
+  const int rows =
+      packed.count - first_row < kRows ? static_cast<int>(packed.count - first_row) : kRows;
+  const int64_t first_column = u.chunk * kWarpColumns;
+  const int lane = device::thread() % device::kWarp, warp = device::thread() / device::kWarp;
+
+  const RowTile& tile = shared.rows;
+  const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, shared.query_offsets);
+  tile.load<kRows>(p, packed, first_row, query.offsets);
+  device::barrier();
+  for (int64_t i = device::thread(); i < kRows * p.head_dim; i += kThreads) {
+    device::store_shared(shared.query + i, query(static_cast<int>(i / p.head_dim), i % p.head_dim));
+  }
+  device::barrier();
+  const Scores<T> scores(p, batch);
+  const KeyRange any =
+      keys_of_any(p.band, packed.query(first_row), packed.query(first_row + rows - 1), p.keys)
+          .intersection(keys_of_split(p.keys, task.splits, u.split));
+
+  WarpRows<T, kRows> warp_rows;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    warp_rows.softmax[r].clear();
+#pragma unroll
+    for (int c = 0; c < 4; ++c) warp_rows.out[r][c] = T(0);
+  }
+  for (int64_t n = any.begin - any.begin % kWarpKeys + warp * kWarpKeys; n < any.end;
+       n += kWarps * kWarpKeys) {
+    const int keys = any.end - n < kWarpKeys ? static_cast<int>(any.end - n) : kWarpKeys;
+    T weight[kRows];
+    multiply_keys<Element>(TileKeys<Element>::of(p, p.key, batch, kv_head, n, keys), shared.query,
+                           p.head_dim, weight);
+    uint32_t kept[kRows], kept_by_any = 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      T cap_slope;
+      const bool keep =
+          r < rows && lane < keys && scores.modify(tile, r, n + lane, weight[r], cap_slope);
+      if (!keep) weight[r] = -infinity<T>();
+      kept[r] = device::ballot(keep);
+      kept_by_any |= kept[r];
+      auto& softmax = warp_rows.softmax[r];
+      const T correction = softmax.raise_max(maximum_of_warp(weight[r]));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) warp_rows.out[r][c] *= correction;
+      weight[r] = softmax.weight(weight[r], softmax.shift());
+      if (scores.drops() && r < rows) {
+        const uint32_t stays = scores.stays(tile, r, n + lane / 4 * 4);
+        if ((stays >> lane % 4 & 1) == 0) weight[r] = T(0);
+      }
+    }
+    const auto values = TileKeys<Element>::of(p, p.value, batch, kv_head, n, keys);
+    for (int j = 0; j < keys; ++j) {
+      if ((kept_by_any >> j & 1) == 0) continue;
+      T v[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int64_t column = first_column + c * device::kWarp + lane;
+        v[c] = column < p.value_dim ? values(j, column) : T(0);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const T w = device::shuffle(weight[r], j);
+        if ((kept[r] >> j & 1) == 0) continue;  // or 0 · NaN would reach it
+#pragma unroll
+        for (int c = 0; c < 4; ++c) warp_rows.out[r][c] += w * v[c];
+      }
+    }
+  }
+
+  // [ max | sum | out ] of each warp's row.
+  constexpr int kStep = kWarpColumns + 2;
+  T* own = shared.numbers + warp * kRows * kStep;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    T sum = warp_rows.softmax[r].sum;
+    for (int bits = 1; bits < device::kWarp; bits *= 2) sum += device::shuffle_xor(sum, bits);
+    if (lane == 0) {
+      device::store_shared(own + r * kStep, warp_rows.softmax[r].max);
+      device::store_shared(own + r * kStep + 1, sum);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      device::store_shared(own + r * kStep + 2 + c * device::kWarp + lane, warp_rows.out[r][c]);
+    }
+  }
+  device::barrier();
+  for (int i = device::thread(); i < rows * kWarpColumns; i += kThreads) {
+    const int r = i / kWarpColumns;
+    const int64_t column = first_column + i % kWarpColumns;
+    const T* parts = shared.numbers + r * kStep;
+    T max = -infinity<T>(), sum = T(0), out = T(0);
+    for (int w = 0; w < kWarps; ++w) {
+      max = maximum(max, device::load_shared(parts + w * kRows * kStep));
+    }
+    for (int w = 0; w < kWarps; ++w) {
+      const T* part = parts + w * kRows * kStep;
+      const T sum_of_warp = device::load_shared(part + 1);
+      if (sum_of_warp == T(0)) continue;  // it kept nothing
+      const T factor = factor_of_part(device::load_shared(part), max);
+      sum += factor * sum_of_warp;
+      out += factor * device::load_shared(part + 2 + i % kWarpColumns);
+    }
+    if (task.splits > 1) {
+      T* row = params.partial + ((u.head * task.splits + u.split) * packed.count + first_row + r) *
+                                    partial_row(p);
+      if (column < p.value_dim) device::store_global(row + column, out);
+      if (column == 0) {
+        device::store_global(row + p.value_dim, max);
+        device::store_global(row + p.value_dim + 1, sum);
+      }
+      continue;
+    }
+    const int64_t head = device::load_shared(tile.head + r);
+    T normaliser = sum == T(0) ? T(0) : T(1) / sum;
+    if (p.sinks.data != nullptr) normaliser = add_sink(sink_of<T>(p, batch, head), max, sum);
+    normaliser *= dropout_scale<T>(p.dropout);
+    if (column < p.value_dim) {
+      OutputRows<Element>(task, batch)
+          .row(head, device::load_shared(tile.query + r))
+          .write(column, normaliser * out);
+    }
+    if (column == 0) {
+      T lse, rest;
+      log_of_sum(max, sum, lse, rest);
+      const int64_t scalar = tile.scalar(p, batch, r);
+      device::store_global(params.lse + scalar, lse);
+      device::store_global(params.lse_rest + scalar, rest);
+    }
+  }
+}
+
+template <class Element, int kRows>
+QKV_KERNEL(kThreads, 2)
+few_rows_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
+  for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
+    few_rows_unit<Element, kRows>(task, unit);
+    device::barrier();
+  }
+}
+
+}  // namespace qkv::kernels::simt
