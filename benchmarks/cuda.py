@@ -4,7 +4,8 @@
 
 All systems take turns in one run, in random order, each timed by CUDA events around enough calls
 to last some milliseconds. Limits are what the run itself measures: of a matrix product of the same
-dtype (without TF32), and of a copy. Needs nothing but torch: machines with GPUs may have no network.
+dtype (without TF32), and of a copy. Needs nothing but torch: machines with GPUs may have no
+network.
 """
 
 import argparse

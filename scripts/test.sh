@@ -11,7 +11,7 @@ trap 'rm -f "$log"' EXIT
 failed=0
 
 say "C++ tests"
-"$(tool ctest)" --test-dir build --verbose >"$log" 2>&1 || failed=1
+"$(tool ctest)" --test-dir build --parallel 2 --verbose >"$log" 2>&1 || failed=1
 if [ $failed = 1 ]; then cat "$log"; else grep -E 'Passed|tests passed' "$log"; fi
 cpp=$(awk '/\[  PASSED  \]/ {n += $5} END {print n + 0}' "$log")
 programs=$(grep -E 'tests passed' "$log" || echo 'ctest did not finish')

@@ -49,9 +49,11 @@ struct Fiber {
   uint64_t offered = 0;
 };
 
-std::mutex memory_mutex;
-std::map<uintptr_t, size_t> memory;  // begin -> bytes
+/// Never destroyed: tensors are freed when the program ends.
+std::mutex& memory_mutex = *new std::mutex;
+std::map<uintptr_t, size_t>& memory = *new std::map<uintptr_t, size_t>;  // begin -> bytes
 std::vector<Fault> faults;
+std::vector<std::string> launches;
 Order order = Order::kForward;
 int64_t largest_grid = INT64_MAX;
 
@@ -232,6 +234,8 @@ std::string Fault::text() const {
 
 std::vector<Fault> take_faults() { return std::exchange(faults, {}); }
 
+std::vector<std::string> take_launches() { return std::exchange(launches, {}); }
+
 void register_memory(void* data, size_t bytes) {
   std::lock_guard<std::mutex> lock(memory_mutex);
   memory[reinterpret_cast<uintptr_t>(data)] = bytes;
@@ -337,6 +341,7 @@ const uint64_t* exchange(uint64_t x) {
 void run(const char* name, int64_t blocks, int threads, int64_t shared_bytes,
          const std::function<void()>& thread_body) {
   device.kernel = name;
+  launches.emplace_back(name);
   device.body = &thread_body;
   device.threads = threads;
   device.blocks = std::min(blocks, largest_grid);

@@ -44,6 +44,9 @@ struct Fault {
 /// What was found since the last call.
 std::vector<Fault> take_faults();
 
+/// The kernels that were launched since the last call, in order.
+std::vector<std::string> take_launches();
+
 /// Memory that kernels may touch. What was not written since is poison: bytes a5 ff, repeated,
 /// which no computation leaves (NaNs with a tail, in all types).
 void register_memory(void* data, size_t bytes);

@@ -3,6 +3,7 @@
 // definition and the gradients of the reference, both in float64.
 
 #include <gtest/gtest.h>
+#include <qkv/qkv.h>
 
 #include "call.h"
 #include "cuda_emulation/device.h"
@@ -32,7 +33,7 @@ struct Results {
   std::vector<Tensor> grads;  // of the differentiable operands, undefined where there is none
 };
 
-/// What a sample is differentiated along.
+/// What a sample is differentiated along, in numbers that its dtype has.
 struct Incoming {
   Tensor out, lse;
 
@@ -40,9 +41,11 @@ struct Incoming {
     auto sizes = x.query.sizes().vec();
     sizes.back() = x.value.size(-1);
     torch::manual_seed(2);
-    out = torch::randn(sizes, torch::kDouble);
+    const auto type = x.query.scalar_type();
+    out = torch::randn(sizes, torch::kDouble).to(type).to(torch::kDouble);
     sizes.pop_back();
     lse = torch::randn(sizes, torch::kDouble);
+    if (type != torch::kDouble) lse = lse.to(torch::kFloat).to(torch::kDouble);
   }
 };
 
@@ -190,6 +193,22 @@ TEST(Emulated, SeveralTilesOfEverything) {
   for (const auto type : {torch::kDouble, torch::kFloat, torch::kBFloat16}) check(large(1), type);
 }
 
+using Names = std::vector<std::string>;
+
+TEST(Emulated, OperatorsRunTheKernels) {
+  device::take_launches();
+  emulated(large(1));
+  EXPECT_EQ(device::take_launches(), (Names{"attention_forward", "delta", "grad_query", "grad_key",
+                                            "mask_gradient", "head_gradient"}));
+  for (int64_t queries : {1, 2, 5}) {
+    emulated(large(1, queries, 1100, 3, 3));
+    const Names names = device::take_launches();
+    EXPECT_EQ(names[0], "few_rows");
+    EXPECT_EQ(names[1], "merge_forward");
+  }
+  expect_no_faults();
+}
+
 TEST(Emulated, PlainTiles) {
   qkv::Operands x = large(1, 128, 192, 64, 64);
   x.attn_mask = x.alibi_slopes = x.sinks = x.key_mask = x.dropout_seed = std::nullopt;
@@ -204,6 +223,7 @@ TEST(Emulated, FewRowsAndManyKeys) {
   qkv::Operands x = large(1, 3, 1700, 20, 17);
   x.band = {-1, -1, 0};
   for (const auto type : {torch::kDouble, torch::kFloat, torch::kHalf}) check(x, type);
+  for (int64_t queries : {1, 2, 8}) check(large(2, queries, 70, 20, 140), torch::kFloat);
 }
 
 TEST(Emulated, MasksOfEveryBroadcastShape) {

@@ -104,7 +104,8 @@ QKV_DEVICE void store_global(T* to, T x) {
   *to = x;
 }
 
-/// Runs kernel(arguments..) in `blocks` blocks on a cudaStream_t. A cudaError_t, 0 if all is well.
+/// Runs kernel(arguments..), the arguments of exactly its parameters' types, in `blocks` blocks on
+/// a cudaStream_t. A cudaError_t, 0 if all is well.
 template <class Kernel, class... Arguments>
 int launch(const char*, Kernel kernel, int64_t blocks, int threads, int64_t shared_bytes,
            void* stream, const Arguments&... arguments) {
@@ -115,9 +116,11 @@ int launch(const char*, Kernel kernel, int64_t blocks, int threads, int64_t shar
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (error != cudaSuccess) return error;
   }
-  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads),
-           static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream)> > >(arguments...);
-  return cudaGetLastError();
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
+                          dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                          pointers, static_cast<size_t>(shared_bytes),
+                          static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace qkv::kernels::device

@@ -285,7 +285,7 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
 }
 
 template <class Element, int kColumns>
-QKV_KERNEL(kThreads, 2)
+QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(32 + 4 * kColumns))
 grad_query_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     grad_query_unit<Element, kColumns>(task, unit);
@@ -372,7 +372,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
 }
 
 template <class Element, int kColumns>
-QKV_KERNEL(kThreads, kColumns <= 4 ? 2 : 1)
+QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(32 + 8 * kColumns))
 grad_key_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     grad_key_unit<Element, kColumns>(task, unit);

@@ -300,7 +300,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 }
 
 template <class Element, int kOwn, int kColumns>
-QKV_KERNEL(kThreads, kOwn* kColumns <= 32 ? 2 : 1)
+QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(kOwn* kOthersOfThread + kOwn * kColumns))
 attention_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     forward_unit<Element, kOwn, kColumns>(task, unit);

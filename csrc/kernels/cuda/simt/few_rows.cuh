@@ -192,8 +192,8 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
       out += factor * device::load_shared(part + 2 + i % kWarpColumns);
     }
     if (task.splits > 1) {
-      T* row = params.partial + ((u.head * task.splits + u.split) * packed.count + first_row + r) *
-                                    partial_row(p);
+      T* row = params.partial +
+               ((u.head * task.splits + u.split) * packed.count + first_row + r) * partial_row(p);
       if (column < p.value_dim) device::store_global(row + column, out);
       if (column == 0) {
         device::store_global(row + p.value_dim, max);
@@ -221,7 +221,7 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
 }
 
 template <class Element, int kRows>
-QKV_KERNEL(kThreads, 2)
+QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(8 * kRows))
 few_rows_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     few_rows_unit<Element, kRows>(task, unit);

@@ -165,7 +165,7 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
 }
 
 template <class Element>
-QKV_KERNEL(kThreads, 2)
+QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(48))
 mask_gradient_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     mask_gradient_unit<Element>(task, unit);

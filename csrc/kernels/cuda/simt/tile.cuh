@@ -40,6 +40,13 @@ struct RealOf<double> {
 template <class Element>
 using Real = typename RealOf<Element>::type;
 
+/// Blocks that should share a multiprocessor: two if a thread's tiles, of so many numbers, leave
+/// room in 128 registers, so that one computes while the other waits.
+template <class T>
+constexpr int blocks_at_once(int numbers) {
+  return sizeof(T) == 4 && numbers <= 64 ? 2 : 1;
+}
+
 QKV_DEVICE float rounded(float x, const float*) { return x; }
 QKV_DEVICE double rounded(double x, const double*) { return x; }
 QKV_DEVICE BFloat16 rounded(float x, const BFloat16*) { return BFloat16::rounded(x); }

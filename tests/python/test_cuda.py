@@ -1,0 +1,106 @@
+"""What only a GPU can show. (That its results are right, the tests for all devices show: see
+conftest.py. That the kernels are, on any machine, tests/cuda_emulation.)"""
+
+import pytest
+import torch
+
+import qkv
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+def operands(batch: int = 2, length: int = 200, dtype=torch.float32, device: str = "cuda"):
+    g = torch.Generator(device=device).manual_seed(0)
+    shape = (batch, 4, length, 40)
+    return [
+        torch.randn(shape, generator=g, dtype=dtype, device=device, requires_grad=True)
+        for _ in range(3)
+    ]
+
+
+def results(q, k, v, **kwargs):
+    out = qkv.attention(q, k, v, **kwargs)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+
+def test_explain_says_what_runs():
+    assert "fused cuda float32 simt" in qkv.explain(*operands())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+def test_equals_the_cpu(dtype):
+    inputs = operands(dtype=dtype)
+    on_cpu = [x.detach().cpu().requires_grad_() for x in inputs]
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    for found, expected in zip(results(*inputs, is_causal=True), results(*on_cpu, is_causal=True)):
+        torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_sanitize():
+    """Some of every kernel, small: what compute-sanitizer watches."""
+    for length in (1, 70):
+        q, k, v = operands(1, length)
+        mask = torch.zeros(length, length, device="cuda", requires_grad=True)
+        slopes, sinks = (torch.rand(4, device="cuda", requires_grad=True) for _ in range(2))
+        out = qkv.attention(q, k, v, mask, 0.1, True, alibi_slopes=slopes, sinks=sinks)
+        torch.autograd.grad(out.sum(), (q, k, v, mask, slopes, sinks))
+    few, many = operands(1, 1)[0], operands(1, 1500)
+    qkv.attention(few, many[1], many[2])
+    torch.cuda.synchronize()
+
+
+def test_runs_on_the_current_stream():
+    inputs = operands()
+    expected = results(*inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        found = results(*inputs)
+    assert not stream.query(), "something waited for the device"
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def test_graph_capture():
+    q, k, v = (x.detach() for x in operands())
+    expected = qkv.attention(q, k, v, is_causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = qkv.attention(q, k, v, is_causal=True)
+    graph.replay()
+    assert torch.equal(out, expected)
+    for x in (q, k, v):
+        x.mul_(0.5)
+    graph.replay()
+    assert torch.equal(out, qkv.attention(q, k, v, is_causal=True))
+
+
+def test_bits_do_not_depend_on_the_batch():
+    inputs = operands(batch=3)
+    alone = [x.detach()[1:2].clone().requires_grad_() for x in inputs]
+    for of_all, of_one in zip(results(*inputs), results(*alone)):
+        assert torch.equal(of_all[1:2], of_one)
+    assert all(torch.equal(a, b) for a, b in zip(results(*inputs), results(*inputs)))
+
+
+def test_every_device():
+    for index in range(torch.cuda.device_count()):
+        inputs = operands(device=f"cuda:{index}")
+        found = results(*inputs)
+        assert all(x.device.index == index for x in found)
+        assert torch.equal(found[0].cpu(), results(*operands(device="cuda:0"))[0].cpu())
+
+
+def test_offsets_of_64_bits():
+    """An operand of more than 2^31 numbers, of which the last heads are seen."""
+    heads, length, width = 2**15 + 8, 1024, 64
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB")
+    k = torch.zeros(1, heads, length, width, dtype=torch.float16, device="cuda")
+    k[:, -1] = torch.randn(length, width, dtype=torch.float16, device="cuda")
+    q = torch.randn(1, heads, 1, width, dtype=torch.float16, device="cuda")
+    found = qkv.attention(q, k, k)[:, -1]
+    exact = qkv.attention(q[:, -1:].double(), k[:, -1:].double(), k[:, -1:].double())[:, -1]
+    torch.testing.assert_close(found.double(), exact, atol=2e-3, rtol=2e-3)
