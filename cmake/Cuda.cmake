@@ -1,7 +1,9 @@
 # QKV_HAS_CUDA: whether the kernels for NVIDIA GPUs are built. They are if there is a CUDA toolkit
 # and LibTorch is a CUDA build; QKV_CUDA=OFF leaves them out, QKV_CUDA=ON insists.
 #
-# The toolkit is the one that CUDACXX, CUDA_HOME or PATH lead to, or /usr/local/cuda.
+# The toolkit is the one that CUDACXX, CUDA_HOME or PATH lead to, or /usr/local/cuda. It may be made of
+# wheels: pip install nvidia-cuda-{nvcc,runtime,crt,cccl} nvidia-nvvm, all of torch's CUDA version, and
+# CUDACXX=<site-packages>/nvidia/cu13/bin/nvcc.
 set(QKV_CUDA "AUTO" CACHE STRING "Build the kernels for NVIDIA GPUs: AUTO, ON or OFF")
 set_property(CACHE QKV_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(QKV_CUDA_ARCHITECTURES "75;80;90" CACHE STRING

@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-// What a kernel is told: plain data, no torch. The host fills these in (csrc/cpu/problem.cpp), the
+// What a kernel is told: plain data, no torch. The host fills these in (csrc/problem.cpp), the
 // kernels only read them. All strides are in elements.
 //
 // Letters: B batch, Hq query heads, Hkv key/value heads, M queries, N keys, D head dim of query and

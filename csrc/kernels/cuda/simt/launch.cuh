@@ -24,10 +24,11 @@ int64_t shared_bytes(const Arguments&... arguments) {
 template <class T>
 constexpr int kForwardOwn = 32 / static_cast<int>(sizeof(T));
 
-/// Rows of a tile of the kernel for few rows, of which there may be some; 0: there are too many
-/// rows, or their queries are too wide for shared memory.
+/// Rows of the largest tile of the kernel for few rows, that shared memory holds.
 template <class T>
 constexpr int kMostFewRows = 32 / static_cast<int>(sizeof(T));
+
+/// Rows of its tiles, of which there may be some; 0: there are too many rows, or queries too wide.
 template <class T>
 int few_rows_of_tile(const Problem<T>& p) {
   const int64_t rows = p.query_heads / p.kv_heads * p.queries;
