@@ -24,4 +24,9 @@ inline Operands readable(Operands x, at::ScalarType real) {
   return x;
 }
 
+/// What the reference computes to where Meta says it lies; nothing is zeros.
+inline void put(const Tensor& from, const Tensor& to) {
+  from.defined() ? to.copy_(from) : to.zero_();
+}
+
 }  // namespace qkv::cuda

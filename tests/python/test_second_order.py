@@ -152,6 +152,7 @@ def test_opcheck(name):
     torch.library.opcheck(torch.ops.qkv._attention_backward_backward.default, args)
 
 
+@pytest.mark.unfused  # forward over forward
 def test_every_order_of_modes():
     """The Hessian with respect to all inputs, mapped over its rows, by all ways to it."""
     sample = samples.make(
@@ -182,6 +183,7 @@ def test_every_order_of_modes():
     expected = torch.autograd.functional.hessian(f, inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # neither a fallback nor a loop
+        warnings.simplefilter("ignore", DeprecationWarning)  # of what torch.func imports at first
         found = {
             "forward over reverse": hessian(f, every)(*inputs),
             "reverse over reverse": jacrev(jacrev(f, every), every)(*inputs),
