@@ -73,10 +73,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
   constexpr const char* kOp = "qkv::_attention_backward";
-  check_operands(kOp, operands);
-  check_needs(kOp, operands, needs);
-  check_grad_outputs(kOp, operands, grad_out, grad_lse);
-  check_forward_results(kOp, operands, out, lse, out_rest, lse_rest);
+  check_backward(kOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
   check_batch_dimensions(operands);
   const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
