@@ -38,10 +38,11 @@ inline KeyRange keys_of_forward_split(const Problem<T>& problem, int64_t split) 
   return {blocks * split / splits * kForwardBlockKeys, end < problem.keys ? end : problem.keys};
 }
 
-/// Whether the kernel for this problem reads key and value in 16 bits.
+/// Whether the kernel for this problem reads key and value in 16 bits, each tile for itself. With
+/// more tiles than these a copy of them in float32 is cheaper.
 template <class T>
 inline bool forward_reads_16_bits(const Problem<T>& problem) {
-  return sizeof(T) == 4 && rows_of_kv_head(problem) <= kFewRows<T>;
+  return sizeof(T) == 4 && forward_tiles_per_head(problem) <= 4;
 }
 
 /// One unit of work is one range of keys for one tile.

@@ -20,7 +20,7 @@ inline void load_dropout(const Dropout& dropout, const RowTile<kRows>& tile, int
     for (int l = 0; l < kLanes; ++l) {
       const int row = first_row + l < tile.rows ? first_row + l : first_row;
       query[l] = static_cast<uint32_t>(tile.query[row]);
-      head[l] = static_cast<uint32_t>(tile.head[row]);
+      head[l] = static_cast<uint32_t>(dropout.first_head + tile.head[row]);
     }
     const int lanes = kRows - first_row < kLanes ? kRows - first_row : kLanes;
     for (int k = 0; k < keys; k += 8) {

@@ -100,9 +100,10 @@ class Scores {
 
   /// Bit b: the weight of key first + b stays, for 4 keys from a multiple of 4 on.
   QKV_DEVICE uint32_t stays(const RowTile& rows, int r, int64_t first) const {
-    uint32_t words[4] = {static_cast<uint32_t>(first / 8),
-                         static_cast<uint32_t>(device::load_shared(rows.query + r)),
-                         static_cast<uint32_t>(device::load_shared(rows.head + r)), 0};
+    uint32_t words[4] = {
+        static_cast<uint32_t>(first / 8),
+        static_cast<uint32_t>(device::load_shared(rows.query + r)),
+        static_cast<uint32_t>(p_.dropout.first_head + device::load_shared(rows.head + r)), 0};
     philox<Words>(words, seed_);
     const bool second = first % 8 != 0;
     const uint32_t low = second ? words[2] : words[0], high = second ? words[3] : words[1];
