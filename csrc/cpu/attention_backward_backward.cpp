@@ -124,9 +124,11 @@ TensorTuple<8> attention_backward_backward(
   const auto real = lse.scalar_type();
   Gradients of_operands;
   std::copy(results.begin() + 2, results.end(), of_operands.begin());
-  Tensors t;
-  std::copy(needs.begin() + 2, needs.end(), t.needs.begin());
-  for (const Heads& heads : ranges_of_heads(x, t.needs)) {
+  Needs needs_of_operands;
+  std::copy(needs.begin() + 2, needs.end(), needs_of_operands.begin());
+  for (const Heads& heads : ranges_of_heads(x, needs_of_operands)) {
+    Tensors t;
+    t.needs = needs_of_operands;
     t.x = readable(heads.of(x), real);
     t.cotangents = readable(heads.of(cotangents), real);
     t.grad_out = readable(heads.of_rows(grad_out), real);

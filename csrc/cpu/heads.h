@@ -97,7 +97,7 @@ inline bool sums_over_heads(const Operands& x, const Needs& needs) {
 /// The heads in the order they are computed in. Each has results of its own, so that these do not
 /// depend on how the heads are cut.
 inline std::vector<Heads> ranges_of_heads(const Operands& x, const Needs& needs = {}) {
-  constexpr int64_t kNumbers = 1 << 20;  // of a copy
+  constexpr int64_t kNumbers = 1 << 19;  // of a copy
   const int64_t heads = x.key.size(-3);
   int64_t at_once = heads;
   if (has_16_bits(x.query) && !sums_over_heads(x, needs)) {
