@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cpu/few_rows.inc.h"
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
@@ -16,8 +17,19 @@ class ForwardSource {
  public:
   using Real = T;
   static constexpr int kRows = kForwardRows<T>;
-  static constexpr int kExtraOutRows = 0;
+  static constexpr bool kRoundsWeights = false;
   static constexpr bool kTakesFewRows = true;
+
+  /// Few rows read K and V in place, whatever they are stored in.
+  static bool reads_16_bits(const Problem<T>& p) {
+    return sizeof(T) == 4 && rows_of_kv_head(p) <= kFewRows<T>;
+  }
+
+  static int64_t out_rows(const Problem<T>& p) { return p.value_dim; }
+
+  /// Of a key/value head: nothing is.
+  static int64_t prepared_bytes(const Problem<T>&) { return 0; }
+  static void prepare(const Problem<T>&, const RowTile<1>&, void*) {}
 
   static int64_t scratch_bytes(const Problem<T>& p) {
     return p.head_dim * kRows * static_cast<int64_t>(sizeof(T));
@@ -51,6 +63,9 @@ class ForwardSource {
                                 out_t, kRows);
     }
   }
+
+  /// Everything has been added already.
+  void finish_values() const {}
 
  private:
   const Problem<T>& p_;
