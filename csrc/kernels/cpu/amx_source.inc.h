@@ -73,7 +73,8 @@ struct PackedKeys {
     const auto exponent = _mm512_set1_epi16(0x7f80);
     __mmask32 non_finite = 0;
     __m512 square[kTileRows];
-    for (int64_t pair = 0; pair < kTileRows; ++pair) {
+    for (auto& line : square) line = _mm512_setzero_ps();
+    for (int64_t pair = 0; pair < (columns > 0 ? kTileRows : 0); ++pair) {
       const BFloat16* first = from + 2 * pair * row + d;
       const auto x = interleaved(2 * pair < count ? first : nullptr,
                                  2 * pair + 1 < count ? first + row : nullptr, columns);
@@ -81,10 +82,9 @@ struct PackedKeys {
       non_finite |= lost;
       square[pair] = _mm512_castsi512_ps(_mm512_maskz_mov_epi16(~lost, x));
     }
-    transpose<float>(square);
+    if (columns > 0) transpose<float>(square);
     for (int c = 0; c < kTileRows; ++c) {
-      const auto line =
-          c == columns ? _mm512_set1_epi16(0x3f80) : _mm512_castps_si512(square[c]);
+      const auto line = c == columns ? _mm512_set1_epi16(0x3f80) : _mm512_castps_si512(square[c]);
       _mm512_storeu_si512(to + c * kTileDepth, line);
     }
     return non_finite == 0;
@@ -126,14 +126,13 @@ class AmxSource {
         weights_(query_t_ + query_pairs(p_)),
         products_(reinterpret_cast<float*>(weights_ + kWeightKeys / 2 * kRows)) {
     is_prepared_ = prepared_bytes(p_) > 0;
-    packed_ = is_prepared_
-                  ? PackedKeys::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
-                  : PackedKeys::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
+    packed_ = is_prepared_ ? PackedKeys::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
+                           : PackedKeys::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
     pack_query_pairs(p_, tile, query_t_);
   }
 
-  /// While vectors finish the scores of 16 keys, those of the next 16 are multiplied, and a share of
-  /// the values of the block before: a step of a product, then some keys, and so on, for the
+  /// While vectors finish the scores of 16 keys, those of the next 16 are multiplied, and a share
+  /// of the values of the block before: a step of a product, then some keys, and so on, for the
   /// processor looks only so far ahead for what it can do at once.
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) {
@@ -228,8 +227,8 @@ class AmxSource {
     --values_left_;
   }
 
-  /// Weights of `keys` keys to weights_, `before` keys after the beginning of `blocks` blocks of Vᵀ,
-  /// with zeros around them.
+  /// Weights of `keys` keys to weights_, `before` keys after the beginning of `blocks` blocks of
+  /// Vᵀ, with zeros around them.
   template <int kVectors>
   void round_block(int64_t before, int keys, int64_t blocks, int first_row,
                    const float* weights) const {

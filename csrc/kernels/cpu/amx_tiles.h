@@ -9,8 +9,8 @@
 //
 //     C[i][j] += sum over k of A[i][2k] · B[k][j].first + A[i][2k + 1] · B[k][j].second
 //
-// with 16 times the multiply-adds of a vector unit in float32, and beside it: the tiles are worked on
-// while vectors are. Subnormal numbers count as zeros.
+// with 16 times the multiply-adds of a vector unit in float32, and beside it: the tiles are worked
+// on while vectors are. Subnormal numbers count as zeros.
 //
 // In assembly, because g++ 12 takes its own intrinsics of tiles for ones that read no memory, and
 // moves stores of what they load behind them.
@@ -62,8 +62,8 @@ QKV_INLINE void multiply_add_tiles() {
 /// meanwhile.
 ///
 /// Few tiles hold something at any time. A new number of a tile needs a free one of the processor's
-/// own, and those are fewer when it shares its core with another: five tiles in use take 16 cycles a
-/// product alone and 33 in company, all eight, two by two products, 17 and 70 (Emerald Rapids).
+/// own, and those are fewer when it shares its core with another: five tiles in use take 16 cycles
+/// a product alone and 33 in company, all eight, two by two products, 17 and 70 (Emerald Rapids).
 template <int kColumns>
 class TileProduct {
  public:

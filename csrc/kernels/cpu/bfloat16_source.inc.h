@@ -40,8 +40,8 @@ class BFloat16Source {
   }
 
   static int64_t scratch_bytes(const Problem<float>& p) {
-    const int64_t pairs = query_pairs(p) + kForwardBlockKeys / 2 * kRows +
-                          kForwardBlockKeys / 2 * p.value_dim;
+    const int64_t pairs =
+        query_pairs(p) + kForwardBlockKeys / 2 * kRows + kForwardBlockKeys / 2 * p.value_dim;
     return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
 
@@ -106,7 +106,8 @@ class BFloat16Source {
       const BFloat16* first = values + k * row;
       const BFloat16* second = k + 1 < keys ? first + row : nullptr;
       for (int64_t d = 0; d < width; d += 16) {
-        const auto pairs = interleaved(first + d, second != nullptr ? second + d : nullptr, width - d);
+        const auto pairs =
+            interleaved(first + d, second != nullptr ? second + d : nullptr, width - d);
         _mm512_mask_storeu_epi32(to + k / 2 * width + d, first_lanes(width - d), pairs);
       }
     }
@@ -120,8 +121,10 @@ class BFloat16Source {
     Pairs::Number total[kVectors];
     for (int v = 0; v < kVectors; ++v) total[v] = S::load(sum + v * S::kWidth);
     round_weights<kVectors, kRows>(
-        keys, weights, weights_ + first_row, [&](int v, Pairs::Factor pair)
-            __attribute__((always_inline)) { total[v] = Pairs::fma(pair, ones, total[v]); });
+        keys, weights,
+        weights_ + first_row, [&](int v, Pairs::Factor pair) __attribute__((always_inline)) {
+          total[v] = Pairs::fma(pair, ones, total[v]);
+        });
     for (int v = 0; v < kVectors; ++v) S::store(sum + v * S::kWidth, total[v]);
   }
 

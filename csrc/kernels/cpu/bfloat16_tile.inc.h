@@ -42,14 +42,17 @@ inline void pack_query_pairs(const Problem<float>& p, const RowTile<kRows>& tile
   constexpr int kWidth = Simd<float>::kWidth;
   const int64_t pairs = p.head_dim / 2;
   for (int r = 0; r < kRows; r += kWidth) {
+    const BFloat16Pair* from[kWidth];
+    for (int l = 0; l < kWidth; ++l) {
+      const bool has_row = r + l < tile.rows;
+      from[l] = has_row ? in_pairs(tile.template stored_row<BFloat16>(p.query, r + l)) : nullptr;
+    }
     for (int64_t d = 0; d < pairs; d += kWidth) {
+      const __mmask16 columns = first_lanes(pairs - d);
       __m512 square[kWidth];  // pairs move as float32 numbers do
       for (int l = 0; l < kWidth; ++l) {
-        const bool has_row = r + l < tile.rows;
-        const auto lanes = has_row ? first_lanes(pairs - d) : __mmask16(0);
-        const auto* row =
-            has_row ? in_pairs(tile.template stored_row<BFloat16>(p.query, r + l)) + d : nullptr;
-        square[l] = _mm512_maskz_loadu_ps(lanes, row);
+        square[l] =
+            from[l] != nullptr ? _mm512_maskz_loadu_ps(columns, from[l] + d) : _mm512_setzero_ps();
       }
       transpose<float>(square);
       for (int c = 0; c < kWidth; ++c) _mm512_storeu_ps(query_t + (d + c) * kRows + r, square[c]);

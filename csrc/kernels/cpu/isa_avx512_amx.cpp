@@ -11,7 +11,7 @@ namespace qkv::kernels::avx512_amx {
 
 constexpr ForwardKernels<float> bfloat16_kernels = make_forward_kernels<AmxSource>();
 
-extern const CpuKernelTable table = {"avx512_amx", avx512::float32_kernels,
-                                     avx512::float64_kernels, &bfloat16_kernels};
+extern const CpuKernelTable table = {"avx512_amx", avx512::float32_kernels, avx512::float64_kernels,
+                                     &bfloat16_kernels};
 
 }  // namespace qkv::kernels::avx512_amx
