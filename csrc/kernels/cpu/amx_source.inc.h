@@ -132,7 +132,7 @@ class AmxSource {
   }
 
   /// While vectors finish the scores of 16 keys, those of the next 16 are multiplied, and a share
-  /// of the values of the block before: a step of a product, then some keys, and so on, for the
+  /// of the values of the block before: a product of two tiles, then some keys, and so on, for the
   /// processor looks only so far ahead for what it can do at once.
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) {

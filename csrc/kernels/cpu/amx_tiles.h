@@ -61,9 +61,9 @@ QKV_INLINE void multiply_add_tiles() {
 /// three tiles of C side by side, one product of two tiles at a time, so that vectors can work
 /// meanwhile.
 ///
-/// Few tiles hold something at any time. A new number of a tile needs a free one of the processor's
-/// own, and those are fewer when it shares its core with another: five tiles in use take 16 cycles
-/// a product alone and 33 in company, all eight, two by two products, 17 and 70 (Emerald Rapids).
+/// Five of the eight tiles are used, one row of products: 17 cycles a product, or 33 while, it
+/// seems, another machine uses the same core. In all eight, two by two products, it is 17 or 70
+/// (Emerald Rapids), as if few were left to rename them to.
 template <int kColumns>
 class TileProduct {
  public:
