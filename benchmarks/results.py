@@ -32,6 +32,10 @@ GOALS = {
 }
 
 
+def met(value: float, side: str, bound: float) -> bool:
+    return value <= bound if side == "≤" else value >= bound
+
+
 @dataclass
 class Result:
     point: dict
@@ -100,7 +104,7 @@ class Result:
         value = getattr(self, what)
         if side is None or value is None:
             return None
-        return value <= goal if side == "≤" else value >= goal
+        return met(value, side, goal)
 
     @property
     def pairs(self) -> int:

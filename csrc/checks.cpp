@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -190,6 +191,8 @@ void check_operands(const char* op, const Operands& x) {
                     x.band.size());
 }
 
+namespace {
+
 void check_tangents(const char* op, const Operands& x, const Tangents& tangents) {
   const auto primals = x.tensors();
   for (size_t i = 0; i < tangents.size(); ++i) {
@@ -207,7 +210,7 @@ void check_tangents(const char* op, const Operands& x, const Tangents& tangents)
   check_masks(op, x.query, score_shape(x), tangents[3], {}, tangents[4], tangents[5]);
 }
 
-void check_needs(const char* op, const Operands& x, Needs needs) {
+void check_needs(const char* op, const Operands& x, const Needs& needs) {
   const auto tensors = x.tensors();
   for (size_t i = 0; i < needs.size(); ++i) {
     TORCH_CHECK_VALUE(!needs[i] || (tensors[i] && tensors[i]->is_floating_point()), op,
@@ -232,6 +235,37 @@ void check_forward_results(const char* op, const Operands& x, const Tensor& out,
   check_exactly(op, "output_rest", out_rest, x.query, output_shape(x, has_rest ? width : 0), type);
   check_exactly(op, "logsumexp", lse, x.query, row_shape(x), real);
   check_exactly(op, "logsumexp_rest", lse_rest, x.query, row_shape(x), real);
+}
+
+}  // namespace
+
+void check_backward(const char* op, const Operands& x, const Tensor& grad_out,
+                    const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
+                    const Tensor& out_rest, const Tensor& lse_rest, const Needs& needs) {
+  check_operands(op, x);
+  check_needs(op, x, needs);
+  check_grad_outputs(op, x, grad_out, grad_lse);
+  check_forward_results(op, x, out, lse, out_rest, lse_rest);
+}
+
+void check_jvp(const char* op, const Operands& x, const Tensor& out, const Tensor& lse,
+               const Tensor& out_rest, const Tensor& lse_rest, const Tangents& tangents) {
+  check_operands(op, x);
+  check_forward_results(op, x, out, lse, out_rest, lse_rest);
+  check_tangents(op, x, tangents);
+}
+
+void check_backward_backward(const char* op, const Operands& x, const Tensor& grad_out,
+                             const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
+                             const Tensor& out_rest, const Tensor& lse_rest,
+                             const Tangents& cotangents, const NeedsOfSecond& needs) {
+  check_operands(op, x);
+  check_grad_outputs(op, x, grad_out, grad_lse);
+  check_forward_results(op, x, out, lse, out_rest, lse_rest);
+  check_tangents(op, x, cotangents);
+  Needs of_operands;
+  std::copy(needs.begin() + 2, needs.end(), of_operands.begin());
+  check_needs(op, x, of_operands);
 }
 
 }  // namespace qkv

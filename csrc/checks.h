@@ -34,17 +34,18 @@ void check_scalars(const char* op, const Tensor& query, std::optional<double> sc
 /// by its name gets an error instead of a crash.
 void check_operands(const char* op, const Operands& x);
 
-/// Tangents or cotangents: each has its operand, of its dtype and, but for masks, slopes and sinks,
-/// of its shape.
-void check_tangents(const char* op, const Operands& x, const Tangents& tangents);
-
-/// What needs a gradient is there, and of floating-point numbers.
-void check_needs(const char* op, const Operands& x, Needs needs);
-
-/// The arguments of the backward after the operands, as the forward returns them.
-void check_grad_outputs(const char* op, const Operands& x, const Tensor& grad_out,
-                        const OptionalTensor& grad_lse);
-void check_forward_results(const char* op, const Operands& x, const Tensor& out, const Tensor& lse,
-                           const Tensor& out_rest, const Tensor& lse_rest);
+/// The same for the arguments after the operands: incoming gradients and results of the forward as
+/// the forward returns them; tangents (or cotangents, which lie like them) each of an operand that
+/// is there, of its dtype and, but for masks, slopes and sinks, of its shape; gradients wanted only
+/// of floating-point operands that are there.
+void check_backward(const char* op, const Operands& x, const Tensor& grad_out,
+                    const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
+                    const Tensor& out_rest, const Tensor& lse_rest, const Needs& needs);
+void check_jvp(const char* op, const Operands& x, const Tensor& out, const Tensor& lse,
+               const Tensor& out_rest, const Tensor& lse_rest, const Tangents& tangents);
+void check_backward_backward(const char* op, const Operands& x, const Tensor& grad_out,
+                             const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
+                             const Tensor& out_rest, const Tensor& lse_rest,
+                             const Tangents& cotangents, const NeedsOfSecond& needs);
 
 }  // namespace qkv

@@ -33,6 +33,7 @@ struct Operands {
   double softcap = 0.0;
   double dropout_p = 0.0;
   std::vector<c10::SymInt> band;  // left, right (-1 = unbounded), query_offset
+  int64_t first_head = 0;         // query's heads are those of a call from this one on
 
   /// What there are gradients of; the first of the tensors.
   static constexpr size_t kDifferentiable = 6;
@@ -44,7 +45,8 @@ struct Operands {
 
   /// These operands with other tensors, in the order of tensors().
   Operands with(const std::array<OptionalTensor, kTensors>& t) const {
-    return {*t[0], *t[1], *t[2], t[3], t[4], t[5], t[6], t[7], scale, softcap, dropout_p, band};
+    return {*t[0], *t[1], *t[2],   t[3],      t[4], t[5],      t[6],
+            t[7],  scale, softcap, dropout_p, band, first_head};
   }
 };
 

@@ -117,6 +117,7 @@ void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& 
   if (x.dropout_p > 0.0) {
     problem.dropout.threshold = static_cast<uint32_t>(dropout_threshold(x.dropout_p));
     problem.dropout.seed = static_cast<const int64_t*>(x.dropout_seed->const_data_ptr());
+    problem.dropout.first_head = x.first_head;
     batch.add(*x.dropout_seed, 0, problem.dropout.batch_stride);
   }
   if (x.key_mask) {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show: builds with this machine's own Python and torch, without a
-# network, and runs the tests on CUDA and the benchmark. Takes under 8 minutes.
+# network, and runs the tests on CUDA, compute-sanitizer and the benchmark.
 #
 #   scripts/gpu_check.sh [--output DIR]     results: DIR/gpu_check.log, cuda.json, cuda.md
 #

@@ -6,6 +6,7 @@
 
 #include "checks.h"
 #include "cpu/gradients.h"
+#include "cpu/heads.h"
 #include "cpu/kernels.h"
 #include "cpu/readable.h"
 #include "cpu/units.h"
@@ -73,10 +74,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
   constexpr const char* kOp = "qkv::_attention_backward";
-  check_operands(kOp, operands);
-  check_needs(kOp, operands, needs);
-  check_grad_outputs(kOp, operands, grad_out, grad_lse);
-  check_forward_results(kOp, operands, out, lse, out_rest, lse_rest);
+  check_backward(kOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
   check_batch_dimensions(operands);
   const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
@@ -85,22 +83,22 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
     return std::tuple_cat(results);
   }
 
-  // Gradients are summed in memory in the numbers that all sums are taken in, and rounded once.
   const auto real = lse.scalar_type();
-  Gradients grads;
-  for (size_t i = 0; i < grads.size(); ++i) grads[i] = writable(results[i], real);
-  if (needs[3]) grads[3].zero_();
-
-  OptionalTensor dense_grad_lse;
-  if (grad_lse) dense_grad_lse = grad_lse->contiguous();
   const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
   // Batch dimensions must merge if there are many. Those of out do if the query's did.
   const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
   const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
-  run_in(readable(operands, real), readable(incoming, real), dense_grad_lse,
-         exact_output(out, out_rest, real), lse.contiguous(), lse_rest.contiguous(), grads, needs);
-  for (size_t i = 0; i < grads.size(); ++i) {
-    if (!grads[i].is_same(results[i])) results[i].copy_(grads[i]);
+  for (const Heads& heads : ranges_of_heads(operands, needs)) {
+    // Gradients are summed in memory in the numbers that all sums are taken in, and rounded once.
+    const Gradients to = heads.of(results, needs);
+    const Gradients grads = writable(to, real);
+    if (needs[3]) grads[3].zero_();
+    OptionalTensor dense_grad_lse;
+    if (grad_lse) dense_grad_lse = heads.of_scalars(*grad_lse);
+    run_in(readable(heads.of(operands), real), readable(heads.of_rows(incoming), real),
+           dense_grad_lse, exact_output(heads.of_rows(out), heads.of_rows(out_rest), real),
+           heads.of_scalars(lse), heads.of_scalars(lse_rest), grads, needs);
+    put(grads, to);
   }
   return std::tuple_cat(results);
 }

@@ -7,6 +7,7 @@
 #include "checks.h"
 #include "cpu/attention_jvp.h"
 #include "cpu/gradients.h"
+#include "cpu/heads.h"
 #include "cpu/kernels.h"
 #include "cpu/readable.h"
 #include "cpu/units.h"
@@ -109,14 +110,10 @@ TensorTuple<8> attention_backward_backward(
     const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
     const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
     NeedsOfSecond needs) {
-  constexpr const char* kOp = "qkv::_attention_backward_backward";
   const Tangents cotangents{grad_grad_query,     grad_grad_key,          grad_grad_value,
                             grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
-  check_operands(kOp, x);
-  check_grad_outputs(kOp, x, grad_out, grad_lse);
-  check_forward_results(kOp, x, out, lse, out_rest, lse_rest);
-  check_tangents(kOp, x, cotangents);
-  check_needs(kOp, x, {needs[2], needs[3], needs[4], needs[5], needs[6], needs[7]});
+  check_backward_backward("qkv::_attention_backward_backward", x, grad_out, grad_lse, out, lse,
+                          out_rest, lse_rest, cotangents, needs);
   check_batch_dimensions(x);
   const GradientsOfSecond results = empty_gradients_of_second(x, grad_out, needs);
   if (lse.numel() == 0) {
@@ -124,36 +121,37 @@ TensorTuple<8> attention_backward_backward(
     return std::tuple_cat(results);
   }
 
-  // As in the backward: sums in the numbers that they are taken in, rounded once.
   const auto real = lse.scalar_type();
-  GradientsOfSecond grads;
-  for (size_t i = 0; i < grads.size(); ++i) grads[i] = writable(results[i], real);
-  if (x.key.size(-2) == 0) {
-    for (size_t i = 2; i < 7; ++i) grads[i].zero_();
-  } else if (needs[5]) {
-    grads[5].zero_();
-  }
+  Gradients of_operands;
+  std::copy(results.begin() + 2, results.end(), of_operands.begin());
   Tensors t;
-  t.x = readable(x, real);
-  t.cotangents = readable(cotangents, real);
-  t.grad_out = readable(grad_out, real);
-  if (grad_lse) t.grad_lse = grad_lse->contiguous();
-  t.out = exact_output(out, out_rest, real);
-  t.lse = lse.contiguous();
-  t.lse_rest = lse_rest.contiguous();
-  t.out_t = at::empty_like(t.out);
-  t.lse_t = at::empty_like(t.lse);
-  std::copy(grads.begin() + 2, grads.end(), t.grads.begin());
   std::copy(needs.begin() + 2, needs.end(), t.needs.begin());
-  if (real == at::kDouble) {
-    run<double>(t);
-  } else {
-    run<float>(t);
-  }
-  if (needs[0]) results[0].copy_(t.out_t);
-  if (needs[1]) results[1].copy_(t.lse_t);
-  for (size_t i = 2; i < grads.size(); ++i) {
-    if (!grads[i].is_same(results[i])) results[i].copy_(grads[i]);
+  for (const Heads& heads : ranges_of_heads(x, t.needs)) {
+    t.x = readable(heads.of(x), real);
+    t.cotangents = readable(heads.of(cotangents), real);
+    t.grad_out = readable(heads.of_rows(grad_out), real);
+    if (grad_lse) t.grad_lse = heads.of_scalars(*grad_lse);
+    t.out = exact_output(heads.of_rows(out), heads.of_rows(out_rest), real);
+    t.lse = heads.of_scalars(lse);
+    t.lse_rest = heads.of_scalars(lse_rest);
+    t.out_t = at::empty_like(t.out);
+    t.lse_t = at::empty_like(t.lse);
+    // As in the backward: sums in the numbers that they are taken in, rounded once.
+    const Gradients to = heads.of(of_operands, t.needs);
+    t.grads = writable(to, real);
+    if (x.key.size(-2) == 0) {
+      for (size_t i = 0; i < 5; ++i) t.grads[i].zero_();
+    } else if (t.needs[3]) {
+      t.grads[3].zero_();
+    }
+    if (real == at::kDouble) {
+      run<double>(t);
+    } else {
+      run<float>(t);
+    }
+    if (needs[0]) heads.of_rows(results[0]).copy_(t.out_t);
+    if (needs[1]) heads.put_scalars(t.lse_t, results[1]);
+    put(t.grads, to);
   }
   return std::tuple_cat(results);
 }

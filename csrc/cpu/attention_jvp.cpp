@@ -1,4 +1,4 @@
-// _attention_jvp on CPU: tensors to Params, one parallel loop over tiles.
+// _attention_jvp on CPU: tensors to Params, a parallel loop over tiles.
 
 #include "cpu/attention_jvp.h"
 
@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "cpu/heads.h"
 #include "cpu/readable.h"
 #include "layout.h"
 
@@ -34,20 +35,22 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor&
                              const OptionalTensor& query_t, const OptionalTensor& key_t,
                              const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
                              const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
-  constexpr const char* kOp = "qkv::_attention_jvp";
   const Tangents tangents{query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t};
-  check_operands(kOp, x);
-  check_forward_results(kOp, x, out, lse, out_rest, lse_rest);
-  check_tangents(kOp, x, tangents);
+  check_jvp("qkv::_attention_jvp", x, out, lse, out_rest, lse_rest, tangents);
   check_batch_dimensions(x);
   const Tensor out_t = empty_output(x), lse_t = empty_logsumexp(x);
   if (lse.numel() == 0) return {out_t, lse_t};
   const auto real = lse.scalar_type();
-  const Tensor real_out_t = writable(out_t, real);
   const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
-  run_in(readable(x, real), readable(tangents, real), exact_output(out, out_rest, real),
-         lse.contiguous(), lse_rest.contiguous(), real_out_t, lse_t);
-  if (!real_out_t.is_same(out_t)) out_t.copy_(real_out_t);
+  for (const Heads& heads : ranges_of_heads(x)) {
+    const Tensor to_out_t = heads.of_rows(out_t), to_lse_t = heads.of_scalars(lse_t);
+    const Tensor real_out_t = writable(to_out_t, real);
+    run_in(readable(heads.of(x), real), readable(heads.of(tangents), real),
+           exact_output(heads.of_rows(out), heads.of_rows(out_rest), real), heads.of_scalars(lse),
+           heads.of_scalars(lse_rest), real_out_t, to_lse_t);
+    if (!real_out_t.is_same(to_out_t)) to_out_t.copy_(real_out_t);
+    heads.put_scalars(to_lse_t, lse_t);
+  }
   return {out_t, lse_t};
 }
 

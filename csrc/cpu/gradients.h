@@ -8,11 +8,26 @@
 #include "cpu/kernels.h"
 #include "cpu/units.h"
 #include "operands.h"
+#include "problem.h"
 
 // What the backward and its own derivative do alike: loops over splits of the keys, sums over the
 // batch.
 
 namespace qkv::cpu {
+
+/// Where kernels write what goes to `results`.
+inline Gradients writable(const Gradients& results, at::ScalarType real) {
+  Gradients grads;
+  for (size_t i = 0; i < grads.size(); ++i) grads[i] = qkv::writable(results[i], real);
+  return grads;
+}
+
+/// To `results`, unless they are there.
+inline void put(const Gradients& grads, const Gradients& results) {
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!grads[i].is_same(results[i])) results[i].copy_(grads[i]);
+  }
+}
 
 /// How many ranges the keys of a head are cut into. Of N alone: the bits of a gradient depend on
 /// it, and must not depend on the number of threads or on the batch.

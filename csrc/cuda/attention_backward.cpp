@@ -49,12 +49,12 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   };
   const Tensor slopes = numbers_of_heads(needs[4]), sinks = numbers_of_heads(needs[5]);
   task.delta = numbers_of<T>(delta);
-  task.slope_gradient = numbers_of<T>(slope_gradient);
+  params.slope_gradient_of_rows = numbers_of<T>(slope_gradient);
   task.grad_slopes = numbers_of<double>(slopes);
   task.grad_sinks = numbers_of<double>(sinks);
 
   const Stream stream(x.query);
-  check(kOp, kernels::simt::attention_backward(task, storage_of(x.query), stream.get()));
+  check(kOp, kernels::simt::attention_backward(task, stream.get()));
   if (needs[4]) grads[4].copy_(slopes.sum_to_size(grads[4].sizes()));
   if (needs[5]) grads[5].copy_(sinks.sum_to_size(grads[5].sizes()));
 }
@@ -63,10 +63,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
                                   const OptionalTensor& grad_lse, const Tensor& out,
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
-  check_operands(kOp, operands);
-  check_needs(kOp, operands, needs);
-  check_grad_outputs(kOp, operands, grad_out, grad_lse);
-  check_forward_results(kOp, operands, out, lse, out_rest, lse_rest);
+  check_backward(kOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
   check_batch_dimensions(operands);
   const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;

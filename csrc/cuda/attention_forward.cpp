@@ -31,7 +31,7 @@ void run(const Operands& x, const TensorTuple<4>& results) {
   params.partial = static_cast<T*>(partial.data_ptr());
 
   const Stream stream(x.query);
-  check(kOp, kernels::simt::attention_forward(task, storage_of(x.query), stream.get()));
+  check(kOp, kernels::simt::attention_forward(task, stream.get()));
 }
 
 TensorTuple<4> attention_forward(const Operands& x) {

@@ -1,18 +1,11 @@
 #pragma once
 
-#include "kernels/params.h"
 #include "operands.h"
 #include "problem.h"
 
 // Tensors as the kernels of a GPU read them: half types as they are.
 
 namespace qkv::cuda {
-
-inline kernels::Storage storage_of(const Tensor& x) {
-  return x.scalar_type() == at::kBFloat16 ? kernels::Storage::kBFloat16
-         : x.scalar_type() == at::kHalf   ? kernels::Storage::kFloat16
-                                          : kernels::Storage::kSame;
-}
 
 /// Masks are read as they are, and numbers of heads as the numbers that sums are taken in.
 inline Operands readable(Operands x, at::ScalarType real) {

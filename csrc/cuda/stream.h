@@ -2,8 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <string>
-
 // Where kernels run, and what becomes of their errors. (stream.cpp; the emulation has its own.)
 
 // The dispatch key that csrc/cuda registers for. The emulation of the device runs on tensors of the

@@ -55,6 +55,7 @@ struct Dropout {
   uint32_t threshold;   // probability · 2^16; 0: nothing is dropped
   const int64_t* seed;  // (batch..)
   int64_t batch_stride[kMaxBatchRank];
+  int64_t first_head;  // what the query's first head is numbered with
 };
 
 /// Query i stands at p = i + offset and may see the keys p - left <= j <= p + right.

@@ -2,6 +2,8 @@
 
 #include <stdint.h>
 
+#include "kernels/params.h"
+
 // Random bits that are a function of where they are used (Philox4x32-10: Salmon, Moraes, Dror and
 // Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). What dropout drops is therefore
 // the same in forward and backward, on every device and however the work is cut.
@@ -12,6 +14,12 @@
 // QKV_ISA names the namespace this is compiled into, so that no two instruction sets share code.
 
 namespace qkv::kernels::QKV_ISA {
+
+/// What a weight that stays is multiplied with: 1 / (1 - p).
+template <class T>
+QKV_INLINE T dropout_scale(const Dropout& dropout) {
+  return dropout.threshold == 65536 ? T(0) : T(65536) / static_cast<T>(65536 - dropout.threshold);
+}
 
 /// Several counters at once, each replaced by its random words. Words is a vector of 32-bit words
 /// with set, exclusive_or and multiply (to the high and the low halves of the products).

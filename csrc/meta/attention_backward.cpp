@@ -13,11 +13,8 @@ TensorTuple<6> attention_backward(const Operands& x, const Tensor& grad_out,
                                   const OptionalTensor& grad_lse, const Tensor& out,
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
-  constexpr const char* kOp = "qkv::_attention_backward";
-  check_operands(kOp, x);
-  check_needs(kOp, x, needs);
-  check_grad_outputs(kOp, x, grad_out, grad_lse);
-  check_forward_results(kOp, x, out, lse, out_rest, lse_rest);
+  check_backward("qkv::_attention_backward", x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
+                 needs);
   return std::tuple_cat(empty_gradients(x, needs));
 }
 

@@ -16,14 +16,11 @@ TensorTuple<8> attention_backward_backward(
     const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
     const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
     NeedsOfSecond needs) {
-  constexpr const char* kOp = "qkv::_attention_backward_backward";
-  check_operands(kOp, x);
-  check_grad_outputs(kOp, x, grad_out, grad_lse);
-  check_forward_results(kOp, x, out, lse, out_rest, lse_rest);
-  check_tangents(kOp, x,
-                 {grad_grad_query, grad_grad_key, grad_grad_value, grad_grad_attn_mask,
-                  grad_grad_alibi_slopes, grad_grad_sinks});
-  check_needs(kOp, x, {needs[2], needs[3], needs[4], needs[5], needs[6], needs[7]});
+  check_backward_backward("qkv::_attention_backward_backward", x, grad_out, grad_lse, out, lse,
+                          out_rest, lse_rest,
+                          {grad_grad_query, grad_grad_key, grad_grad_value, grad_grad_attn_mask,
+                           grad_grad_alibi_slopes, grad_grad_sinks},
+                          needs);
   return std::tuple_cat(empty_gradients_of_second(x, grad_out, needs));
 }
 

@@ -13,6 +13,7 @@ import pytest
 import samples
 import torch
 from test_definition import results
+from torch.autograd import forward_ad
 
 import qkv
 
@@ -149,3 +150,55 @@ def test_gradients_of_long_sequences_are_rounded_once():
         expected[2] += p.T @ grad_out[rows]
     for name, a, e in zip("qkv", actual, expected, strict=True):
         assert (a[0, 0].double() - e).norm() / e.norm() < 2.2e-3, name
+
+
+@half_types
+def test_derivatives_of_heads_apart_or_together(dtype):
+    """Copies in float32 are made of a few heads at a time when these are long: of one, of all, as
+    there are threads to occupy. Either way the same bits, and the same weights dropped."""
+    heads, rows, keys, width = 4, 5, 8192, 128
+    make = samples.generator(0)
+    shapes = {
+        "query": (1, 2 * heads, rows, width),
+        "key": (1, heads, keys, width),
+        "value": (1, heads, keys, width),
+        "attn_mask": (2 * heads, 1, keys),
+        "alibi_slopes": (2 * heads,),
+        "sinks": (2 * heads,),
+    }
+
+    def numbers():
+        return [torch.randn(s, generator=make).div(4).to(dtype) for s in shapes.values()]
+
+    primals, tangents, cotangents = numbers(), numbers(), numbers()
+    incoming = torch.randn(shapes["query"], generator=make).to(dtype)
+
+    def attend(query, key, value, attn_mask, alibi_slopes, sinks):
+        torch.manual_seed(1)
+        return qkv.attention(
+            *(query, key, value, attn_mask),
+            enable_gqa=True,
+            softcap=3.0,
+            dropout_p=0.25,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+        )
+
+    def derivatives(threads):
+        torch.set_num_threads(threads)
+        inputs = [x.clone().requires_grad_() for x in (*primals, incoming)]
+        first = torch.autograd.grad(
+            attend(*inputs[:-1]), inputs[:-1], inputs[-1], create_graph=True
+        )
+        second = torch.autograd.grad(first, inputs, cotangents)
+        with forward_ad.dual_level():
+            dual = attend(*map(forward_ad.make_dual, primals, tangents))
+            moved = forward_ad.unpack_dual(dual).tangent
+        return [*first, *second, moved]
+
+    threads = torch.get_num_threads()
+    try:
+        for apart, together in zip(derivatives(1), derivatives(2 * heads)):
+            assert torch.equal(apart, together) and apart.abs().sum() > 0
+    finally:
+        torch.set_num_threads(threads)

@@ -9,12 +9,6 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// What a weight that stays is multiplied with: 1 / (1 - p).
-template <class T>
-inline T dropout_scale(const Dropout& dropout) {
-  return dropout.threshold == 65536 ? T(0) : T(65536) / static_cast<T>(65536 - dropout.threshold);
-}
-
 /// first_key is a multiple of 8.
 template <int kRows>
 inline void load_dropout(const Dropout& dropout, const RowTile<kRows>& tile, int64_t first_key,
@@ -26,7 +20,7 @@ inline void load_dropout(const Dropout& dropout, const RowTile<kRows>& tile, int
     for (int l = 0; l < kLanes; ++l) {
       const int row = first_row + l < tile.rows ? first_row + l : first_row;
       query[l] = static_cast<uint32_t>(tile.query[row]);
-      head[l] = static_cast<uint32_t>(tile.head[row]);
+      head[l] = static_cast<uint32_t>(dropout.first_head + tile.head[row]);
     }
     const int lanes = kRows - first_row < kLanes ? kRows - first_row : kLanes;
     for (int k = 0; k < keys; k += 8) {

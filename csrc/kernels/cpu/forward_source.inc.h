@@ -1,12 +1,11 @@
 #pragma once
 
-#include "kernels/cpu/few_rows.inc.h"
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 
-// The products of a forward tile in the numbers that query, key and value are stored in. K and V
-// are read where they lie:
+// The products of a forward tile in the numbers that the query is stored in. K and V are read where
+// they lie, or, if they are stored in 16 bits, converted block by block:
 //
 //     S[keys][rows] = K · (scale · Qᵀ)        Oᵀ[Dv][rows] += Vᵀ · P
 
@@ -20,9 +19,9 @@ class ForwardSource {
   static constexpr bool kRoundsWeights = false;
   static constexpr bool kTakesFewRows = true;
 
-  /// Few rows read K and V in place, whatever they are stored in.
+  /// Each tile for itself. With more tiles than these a copy of them in float32 is cheaper.
   static bool reads_16_bits(const Problem<T>& p) {
-    return sizeof(T) == 4 && rows_of_kv_head(p) <= kFewRows<T>;
+    return sizeof(T) == 4 && rows_of_kv_head(p) <= 4 * kRows;
   }
 
   static int64_t out_rows(const Problem<T>& p) { return p.value_dim; }
@@ -32,34 +31,36 @@ class ForwardSource {
   static void prepare(const Problem<T>&, const RowTile<1>&, void*) {}
 
   static int64_t scratch_bytes(const Problem<T>& p) {
-    return p.head_dim * kRows * static_cast<int64_t>(sizeof(T));
+    const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+    const int64_t block = p.key_value_storage == Storage::kSame ? 0 : kForwardBlockKeys * widest;
+    return (p.head_dim * kRows + block) * static_cast<int64_t>(sizeof(T));
   }
 
   ForwardSource(const ForwardParams<T>& params, const RowTile<kRows>& tile, void* scratch)
       : p_(params.problem),
-        keys_(tile.keys_of_head(p_.key)),
-        values_(tile.keys_of_head(p_.value)),
-        query_t_(static_cast<T*>(scratch)) {
+        tile_(tile),
+        query_t_(static_cast<T*>(scratch)),
+        block_(query_t_ + p_.head_dim * kRows) {
     tile.pack_transposed(p_.query, p_.head_dim, p_.scale, query_t_);
   }
 
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) const {
-    multiply<T, kVectors>(keys, p_.head_dim, keys_ + first_key * p_.key.row_stride,
-                          p_.key.row_stride, UnitStride{}, query_t_ + first_row, kRows, finish);
+    const Rows k = rows_of(p_.key, first_key, keys, p_.head_dim);
+    multiply<T, kVectors>(keys, p_.head_dim, k.first, k.stride, UnitStride{}, query_t_ + first_row,
+                          kRows, finish);
   }
 
   /// bits is nullptr if all pairs are kept.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int, const T* weights, const uint8_t* bits,
                   T* out_t) const {
-    const int64_t row = p_.value.row_stride;
-    const T* values = values_ + first_key * row;
-    if (bits != nullptr && !all_finite<T>(values, row, keys, p_.value_dim)) {
-      multiply_add_kept_keys<T, kVectors, kRows>(keys, p_.value_dim, values, row, weights, bits,
-                                                 out_t);
+    const Rows v = rows_of(p_.value, first_key, keys, p_.value_dim);
+    if (bits != nullptr && !all_finite<T>(v.first, v.stride, keys, p_.value_dim)) {
+      multiply_add_kept_keys<T, kVectors, kRows>(keys, p_.value_dim, v.first, v.stride, weights,
+                                                 bits, out_t);
     } else {
-      multiply_add<T, kVectors>(p_.value_dim, keys, values, UnitStride{}, row, weights, kRows,
+      multiply_add<T, kVectors>(p_.value_dim, keys, v.first, UnitStride{}, v.stride, weights, kRows,
                                 out_t, kRows);
     }
   }
@@ -68,10 +69,40 @@ class ForwardSource {
   void finish_values() const {}
 
  private:
+  struct Rows {
+    const T* first;
+    int64_t stride;
+  };
+
+  Rows rows_of(const Operand<const T>& x, int64_t first_key, int keys, int64_t width) const {
+    if constexpr (sizeof(T) == 4) {
+      if (p_.key_value_storage == Storage::kBFloat16) {
+        return converted<BFloat16>(x, first_key, keys, width);
+      }
+      if (p_.key_value_storage == Storage::kFloat16) {
+        return converted<Float16>(x, first_key, keys, width);
+      }
+    }
+    return {tile_.keys_of_head(x) + first_key * x.row_stride, x.row_stride};
+  }
+
+  template <class Stored>
+  Rows converted(const Operand<const T>& x, int64_t first_key, int keys, int64_t width) const {
+    using S = Simd<T>;
+    const Stored* from = tile_.template stored_keys_of_head<Stored>(x) + first_key * x.row_stride;
+    for (int k = 0; k < keys; ++k, from += x.row_stride) {
+      T* to = block_ + k * width;
+      int64_t d = 0;
+      for (; d + S::kWidth <= width; d += S::kWidth) S::store(to + d, load_stored<T>(from + d));
+      for (; d < width; ++d) to[d] = static_cast<T>(from[d]);
+    }
+    return {block_, width};
+  }
+
   const Problem<T>& p_;
-  const T* keys_;
-  const T* values_;
+  const RowTile<kRows>& tile_;
   T* query_t_;  // [D][rows], scale folded in
+  T* block_;    // of keys or values, converted
 };
 
 }  // namespace qkv::kernels::QKV_ISA

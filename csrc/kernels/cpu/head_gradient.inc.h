@@ -2,6 +2,7 @@
 
 #include "kernels/cpu/math.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
+#include "kernels/logsumexp.h"
 
 // The gradients of the numbers a head has, from numbers of its rows. With w_i = exp(sink - lse_i),
 // the weight that row i gives to the sink,
@@ -42,14 +43,6 @@ struct HeadRows {
     return all_zero ? T(0) : dot<T>(row(grad, i), out_i, width);
   }
 };
-
-/// exp(sink - lse), the weight of a row's sink; 0 for a row of nothing whose sink is -inf too.
-template <class T>
-inline T sink_weight(T sink, T lse, T lse_rest) {
-  if (lse == -static_cast<T>(__builtin_inff())) return T(0);
-  const T below = sink == lse ? T(0) : (sink - lse) - lse_rest;
-  return below >= T(0) ? T(1) : natural_exp(below);
-}
 
 template <class T>
 inline void head_gradient(const HeadGradientParams<T>& params, int64_t unit) {

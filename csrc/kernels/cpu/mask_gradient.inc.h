@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/mask_broadcast.h"
 
 // The gradient of an additive mask is dS itself, summed over the dimensions in which the mask is
 // broadcast. This second pass over the scores (two products more) owns elements of the gradient
@@ -27,10 +28,7 @@ struct MaskGradientUnits {
 
   template <class T>
   static MaskGradientUnits of(const Problem<T>& p, const Operand<T>& mask) {
-    MaskGradientUnits units{1, 1, 1, 1};
-    for (int d = 0; d < p.batch_rank; ++d) {
-      if (mask.batch_stride[d] != 0) units.batches *= p.batch_size[d];
-    }
+    MaskGradientUnits units{batches_of_mask(p, mask), 1, 1, 1};
     if (mask.head_stride != 0) units.heads = p.query_heads;
     if (mask.row_stride != 0) {
       units.row_tiles = (p.queries + kMaskGradientRows<T> - 1) / kMaskGradientRows<T>;
@@ -46,20 +44,6 @@ struct MaskGradientUnits {
 template <class T>
 inline int64_t mask_gradient_units(const Problem<T>& problem, const Operand<T>& grad_mask) {
   return MaskGradientUnits::of(problem, grad_mask).count();
-}
-
-/// The batch element at `kept` in the mask's own batch dimensions and at `summed` in the others.
-template <class T>
-inline int64_t batch_of_mask(const Problem<T>& p, const Operand<T>& mask, int64_t kept,
-                             int64_t summed) {
-  int64_t number = 0, step = 1;
-  for (int d = p.batch_rank - 1; d >= 0; --d) {
-    int64_t& left = mask.batch_stride[d] != 0 ? kept : summed;
-    number += left % p.batch_size[d] * step;
-    left /= p.batch_size[d];
-    step *= p.batch_size[d];
-  }
-  return number;
 }
 
 /// Sums of `values`, [keys][rows], which work.load_block computes for each of its tiles.

@@ -135,15 +135,6 @@ QKV_INLINE double natural_exp(double x) { return __builtin_exp(x); }
 QKV_INLINE float natural_log(float x) { return __builtin_logf(x); }
 QKV_INLINE double natural_log(double x) { return __builtin_log(x); }
 
-/// lse = max + log(sum), and in rest what rounding takes from it: P = exp((S - lse) - rest) is as
-/// precise for scores of any size.
-template <class T>
-QKV_INLINE void log_of_sum(T max, T sum, T& lse, T& rest) {
-  const T log_sum = natural_log(sum);
-  lse = max + log_sum;
-  rest = lse - lse == T(0) ? (max - lse) + log_sum : T(0);  // 0 if lse is not finite
-}
-
 /// Numbers after the end are overwritten up to a whole vector.
 template <class T>
 inline void set_to_zero(T* x, int64_t size) {

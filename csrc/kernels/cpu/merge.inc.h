@@ -3,6 +3,7 @@
 #include "kernels/band.h"
 #include "kernels/cpu/math.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
+#include "kernels/logsumexp.h"
 
 // With few query rows there is little to share out but the keys. They are then cut into ranges
 // ("splits", by the sizes of the problem alone) that are worked on independently, as in
@@ -18,18 +19,6 @@ namespace qkv::kernels::QKV_ISA {
 template <class T>
 inline int64_t partial_row(const Problem<T>& problem) {
   return problem.value_dim + 2;
-}
-
-/// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was
-/// summed so far.
-template <class T>
-inline T add_sink(T sink, T& max, T& sum) {
-  const T new_max = max > sink ? max : sink;
-  if (new_max == -static_cast<T>(__builtin_inff())) return T(0);
-  const T correction = natural_exp(max - new_max);
-  sum = sum * correction + (sink == new_max ? T(1) : natural_exp(sink - new_max));
-  max = new_max;
-  return correction / sum;
 }
 
 /// Output and logsumexp of the first rows of a head from partial[split][row].

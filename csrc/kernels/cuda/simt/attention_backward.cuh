@@ -1,6 +1,8 @@
 #pragma once
 
-#include "kernels/cuda/simt/attention_forward.cuh"
+#include "kernels/cuda/simt/product.cuh"
+#include "kernels/cuda/simt/score.cuh"
+#include "kernels/cuda/simt/tasks.h"
 
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2) without atomics: each number
 // of a gradient has one owner that sums its terms in order, at the price of P and dS computed
@@ -154,30 +156,6 @@ struct BackwardShared {
   }
 };
 
-/// Pairs of a thread to shared memory as multiply_columns reads them. No barrier.
-template <class T>
-QKV_DEVICE void store_pairs(const T (&x)[kBackwardOwn][kOthersOfThread], T* to) {
-#pragma unroll
-  for (int j = 0; j < kOthersOfThread; ++j) {
-    T column[kBackwardOwn];
-#pragma unroll
-    for (int i = 0; i < kBackwardOwn; ++i) column[i] = x[i][j];
-    device::store_shared<kBackwardOwn>(
-        to + (thread_x() * kOthersOfThread + j) * kOwnStep<kBackwardOwn> +
-            thread_y() * kBackwardOwn,
-        column);
-  }
-}
-
-template <class T, int kOwn, int kColumns>
-QKV_DEVICE void set_to_zero(T (&x)[kOwn][kColumns]) {
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) x[i][j] = T(0);
-  }
-}
-
 /// delta of each row, a warp a row. An output of zeros is that of a row without keys, whose
 /// incoming gradient may be NaN.
 template <class Element>
@@ -187,7 +165,6 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
   const int lane = device::thread() % device::kWarp;
-  constexpr int kWarps = kThreads / device::kWarp;
   for (int64_t unit = device::block() * kWarps + device::thread() / device::kWarp; unit < units;
        unit += device::blocks() * kWarps) {
     const int64_t i = unit % p.queries, head = unit / p.queries % p.query_heads;
@@ -195,18 +172,19 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
     const auto row = [&](const Operand<const T>& x) {
       return batch_of<Element>(p, x, batch) + head * x.head_stride + i * x.row_stride;
     };
-    T sum = T(0), size = T(0);
+    const Element* out_row = row(params.out);
+    const Element* rest_row = sizeof(Element) == 2 ? row(task.out_rest) : nullptr;
+    const Element* grad_row = row(params.grad_out);
+    T sum = T(0);
+    bool all_zero = true;
     for (int64_t column = lane; column < p.value_dim; column += device::kWarp) {
-      T out = load_number(row(params.out) + column);
-      if constexpr (sizeof(Element) == 2) out += load_number(row(task.out_rest) + column);
-      sum += load_number(row(params.grad_out) + column) * out;
-      size = maximum(size, out == T(0) ? T(0) : T(1));
+      T out = load_number(out_row + column);
+      if constexpr (sizeof(Element) == 2) out += load_number(rest_row + column);
+      sum += load_number(grad_row + column) * out;
+      all_zero &= out == T(0);
     }
-    for (int bits = 1; bits < device::kWarp; bits *= 2) {
-      sum += device::shuffle_xor(sum, bits);
-      size = maximum(size, device::shuffle_xor(size, bits));
-    }
-    if (size == T(0)) sum = T(0);
+    sum = sum_of_lanes<device::kWarp>(sum);
+    if (device::ballot(!all_zero) == 0) sum = T(0);
     if (params.grad_lse != nullptr) sum -= device::load_global(params.grad_lse + unit);
     if (lane == 0) device::store_global(task.delta + unit, sum);
   }
@@ -219,15 +197,12 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
   const BackwardShared<T, kColumns> shared(device::shared_memory());
-  const int64_t chunks = p.head_dim <= kWidth ? 1 : (p.head_dim + kWidth - 1) / kWidth;
-  const int64_t rows_of_head = p.query_heads / p.kv_heads * p.queries;
-  const auto u =
-      ForwardUnit::of(unit, chunks, 1, (rows_of_head + kBackwardRows - 1) / kBackwardRows);
+  const auto u = TileUnit::of(unit, column_chunks(p.head_dim, kWidth), 1,
+                              ceil_divide(rows_of_kv_head(p), kBackwardRows));
   const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
   const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_row = u.tile * kBackwardRows, left = packed.count - first_row;
-  const int rows = left < kBackwardRows ? static_cast<int>(left) : kBackwardRows;
-  const int64_t first_column = u.chunk * kWidth;
+  const int64_t first_row = u.tile * kBackwardRows, first_column = u.chunk * kWidth;
+  const int rows = at_most(kBackwardRows, packed.count - first_row);
 
   const BackwardRows<T>& table = shared.rows;
   const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets);
@@ -241,10 +216,11 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   const KeyRange all = keys_of_all(p.band, first_query, last_query, p.keys);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
+  T* slope_gradient_of_rows = params.slope_gradient_of_rows;
   T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
   set_to_zero(grad);
   for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
-    const int keys = any.end - n < kOthers ? static_cast<int>(any.end - n) : kOthers;
+    const int keys = at_most(kOthers, any.end - n);
     const bool partial =
         rows < kBackwardRows || keys < kOthers || scores.masks() || !all.contains({n, n + kOthers});
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
@@ -255,7 +231,7 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
                                  p.value_dim, shared.stages, g);
     const uint32_t kept =
         through_softmax<false, false>(scores, table, n, rows, keys, partial, drop_scale, s, g,
-                                      task.slope_gradient != nullptr ? slope_gradient : nullptr);
+                                      slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
     store_pairs(g, shared.numbers);
     device::store_shared(shared.kept + device::thread(), kept);
     multiply_columns(OwnTile<T>{shared.numbers, shared.kept, partial},
@@ -267,10 +243,11 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
 #pragma unroll
   for (int i = 0; i < kBackwardOwn; ++i) {
     const int r = thread_y() * kBackwardOwn + i;
-    slope_gradient[i] = sum_of_row(slope_gradient[i]);
+    slope_gradient[i] = sum_of_lanes<kSide>(slope_gradient[i]);
     if (r >= rows) continue;
-    if (task.slope_gradient != nullptr && u.chunk == 0 && thread_x() == 0) {
-      device::store_global(task.slope_gradient + table.tile.scalar(p, batch, r), slope_gradient[i]);
+    if (slope_gradient_of_rows != nullptr && u.chunk == 0 && thread_x() == 0) {
+      device::store_global(slope_gradient_of_rows + table.tile.scalar(p, batch, r),
+                           slope_gradient[i]);
     }
     if (params.grad_query.data == nullptr) continue;
     Element* row = table.tile.row(grad_query, params.grad_query, r);
@@ -292,6 +269,12 @@ grad_query_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_
   }
 }
 
+/// Columns that the kernel for keys has to cover.
+template <class T>
+QKV_INLINE int64_t widest_gradient(const Problem<T>& p) {
+  return p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+}
+
 template <class Element, int kColumns>
 QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t unit) {
   using T = Real<Element>;
@@ -299,14 +282,12 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
   const BackwardShared<T, kColumns> shared(device::shared_memory());
-  const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-  const int64_t chunks = widest <= kWidth ? 1 : (widest + kWidth - 1) / kWidth;
-  const auto u = ForwardUnit::of(unit, chunks, 1, (p.keys + kBackwardRows - 1) / kBackwardRows);
+  const auto u = TileUnit::of(unit, column_chunks(widest_gradient(p), kWidth), 1,
+                              ceil_divide(p.keys, kBackwardRows));
   const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
   const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_key = u.tile * kBackwardRows, left = p.keys - first_key;
-  const int keys = left < kBackwardRows ? static_cast<int>(left) : kBackwardRows;
-  const int64_t first_column = u.chunk * kWidth;
+  const int64_t first_key = u.tile * kBackwardRows, first_column = u.chunk * kWidth;
+  const int keys = at_most(kBackwardRows, p.keys - first_key);
   const bool need_key = params.grad_key.data != nullptr && first_column < p.head_dim;
   const bool need_value = params.grad_value.data != nullptr && first_column < p.value_dim;
 
@@ -323,8 +304,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   set_to_zero(grad_key);
   set_to_zero(grad_value);
   for (int64_t first_row = 0; first_row < packed.count; first_row += kOthers) {
-    const int64_t rows_left = packed.count - first_row;
-    const int rows = rows_left < kOthers ? static_cast<int>(rows_left) : kOthers;
+    const int rows = at_most(kOthers, packed.count - first_row);
     const int64_t first_query = packed.query(first_row);
     const int64_t last_query = packed.query(first_row + rows - 1);
     const KeyRange own{first_key, first_key + keys};
@@ -376,60 +356,6 @@ QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(32 + 8 * kColumns))
 grad_key_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     grad_key_unit<Element, kColumns>(task, unit);
-  }
-}
-
-/// The gradients of the numbers a head has, from numbers of its rows. With w_i = exp(sink - lse_i),
-/// the weight that row i gives to the sink,
-///
-///     grad_slope = sum over i of slope_gradient_i          grad_sink = - sum over i of w_i ·
-///     delta_i
-///
-/// A block for each (batch, head); threads' sums are added in the order of a tree.
-template <class Element>
-QKV_KERNEL(kThreads, 1)
-head_gradient_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
-  using T = Real<Element>;
-  const BackwardParams<T>& params = task.backward;
-  const Problem<T>& p = params.problem;
-  auto* sums = reinterpret_cast<double*>(device::shared_memory());
-  for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
-    const int64_t batch = unit / p.query_heads, head = unit % p.query_heads;
-    const auto sum_of_rows = [&](auto of_row) {
-      double sum = 0.0;
-      for (int64_t i = device::thread(); i < p.queries; i += kThreads) sum += of_row(i);
-      device::barrier();
-      device::store_shared(sums + device::thread(), sum);
-      device::barrier();
-      for (int half = kThreads / 2; half > 0; half /= 2) {
-        if (device::thread() < half) {
-          device::store_shared(sums + device::thread(),
-                               device::load_shared(sums + device::thread()) +
-                                   device::load_shared(sums + device::thread() + half));
-        }
-        device::barrier();
-      }
-      return device::load_shared(sums);
-    };
-    if (task.grad_slopes != nullptr) {
-      const double sum = sum_of_rows([&](int64_t i) {
-        return static_cast<double>(device::load_global(task.slope_gradient + unit * p.queries + i));
-      });
-      if (device::thread() == 0) device::store_global(task.grad_slopes + unit, sum);
-    }
-    if (task.grad_sinks != nullptr) {
-      const T sink = sink_of<T>(p, batch, head);
-      const double sum = sum_of_rows([&](int64_t i) {
-        const T lse = device::load_global(params.lse + unit * p.queries + i);
-        if (lse == -infinity<T>()) return 0.0;
-        const T rest = device::load_global(params.lse_rest + unit * p.queries + i);
-        const T below = sink == lse ? T(0) : (sink - lse) - rest;
-        const T weight = below >= T(0) ? T(1) : natural_exp(below);
-        return -static_cast<double>(weight) *
-               static_cast<double>(device::load_global(task.delta + unit * p.queries + i));
-      });
-      if (device::thread() == 0) device::store_global(task.grad_sinks + unit, sum);
-    }
   }
 }
 

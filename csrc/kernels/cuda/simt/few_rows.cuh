@@ -1,6 +1,8 @@
 #pragma once
 
-#include "kernels/cuda/simt/attention_forward.cuh"
+#include "kernels/cuda/simt/merge.cuh"
+#include "kernels/cuda/simt/score.cuh"
+#include "kernels/online_softmax.h"
 
 // Forward attention with few rows (a step of decoding): K and V are read once, from memory straight
 // into registers, and reading them is all that counts. A block owns kRows packed rows of one
@@ -17,7 +19,6 @@
 
 namespace qkv::kernels::simt {
 
-constexpr int kWarps = kThreads / device::kWarp;
 constexpr int kWarpKeys = device::kWarp;
 constexpr int kLanesOfKey = 8, kKeysAtOnce = device::kWarp / kLanesOfKey;
 constexpr int kWarpColumns = 4 * device::kWarp;
@@ -38,21 +39,6 @@ struct FewRowsShared {
   }
 };
 
-template <class T>
-QKV_DEVICE T maximum_of_warp(T x) {
-  for (int bits = 1; bits < device::kWarp; bits *= 2) {
-    x = maximum(x, device::shuffle_xor(x, bits));
-  }
-  return x;
-}
-
-/// What a warp has of its keys.
-template <class T, int kRows>
-struct WarpRows {
-  OnlineSoftmax<ScalarMath<T>> softmax[kRows];  // sums of this lane's keys only
-  T out[kRows][4];
-};
-
 /// The products of 32 keys with all rows: score[r] is of key `lane`.
 template <class Element, int kRows>
 QKV_DEVICE void multiply_keys(const TileKeys<Element>& keys, const Real<Element>* query,
@@ -69,8 +55,8 @@ QKV_DEVICE void multiply_keys(const TileKeys<Element>& keys, const Real<Element>
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      for (int bits = 1; bits < kLanesOfKey; bits *= 2) sum[r] += device::shuffle_xor(sum[r], bits);
-      const T of_lane = device::shuffle(sum[r], lane % kKeysAtOnce * kLanesOfKey);
+      const T of_key = sum_of_lanes<kLanesOfKey>(sum[r]);
+      const T of_lane = device::shuffle(of_key, lane % kKeysAtOnce * kLanesOfKey);
       if (lane / kKeysAtOnce * kKeysAtOnce == n) score[r] = of_lane;
     }
   }
@@ -79,19 +65,14 @@ QKV_DEVICE void multiply_keys(const TileKeys<Element>& keys, const Real<Element>
 template <class Element, int kRows>
 QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t unit) {
   using T = Real<Element>;
-  const ForwardParams<T>& params = task.forward;
-  const Problem<T>& p = params.problem;
+  const Problem<T>& p = task.forward.problem;
   const FewRowsShared<T, kRows> shared(device::shared_memory(), p.head_dim);
-  const int64_t chunks =
-      p.value_dim <= kWarpColumns ? 1 : (p.value_dim + kWarpColumns - 1) / kWarpColumns;
-  const int64_t rows_of_head = p.query_heads / p.kv_heads * p.queries;
-  const auto u = ForwardUnit::of(unit, chunks, task.splits, (rows_of_head + kRows - 1) / kRows);
+  const auto u = TileUnit::of(unit, column_chunks(p.value_dim, kWarpColumns), task.splits,
+                              ceil_divide(rows_of_kv_head(p), kRows));
   const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
   const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_row = u.tile * kRows;
-  const int rows =
-      packed.count - first_row < kRows ? static_cast<int>(packed.count - first_row) : kRows;
-  const int64_t first_column = u.chunk * kWarpColumns;
+  const int64_t first_row = u.tile * kRows, first_column = u.chunk * kWarpColumns;
+  const int rows = at_most(kRows, packed.count - first_row);
   const int lane = device::thread() % device::kWarp, warp = device::thread() / device::kWarp;
 
   const RowTile& tile = shared.rows;
@@ -107,16 +88,14 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
       keys_of_any(p.band, packed.query(first_row), packed.query(first_row + rows - 1), p.keys)
           .intersection(keys_of_split(p.keys, task.splits, u.split));
 
-  WarpRows<T, kRows> warp_rows;
+  OnlineSoftmax<ScalarMath<T>> softmax[kRows];  // sums of this lane's keys only
+  T out[kRows][4];
+  set_to_zero(out);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    warp_rows.softmax[r].clear();
-#pragma unroll
-    for (int c = 0; c < 4; ++c) warp_rows.out[r][c] = T(0);
-  }
+  for (int r = 0; r < kRows; ++r) softmax[r].clear();
   for (int64_t n = any.begin - any.begin % kWarpKeys + warp * kWarpKeys; n < any.end;
        n += kWarps * kWarpKeys) {
-    const int keys = any.end - n < kWarpKeys ? static_cast<int>(any.end - n) : kWarpKeys;
+    const int keys = at_most(kWarpKeys, any.end - n);
     T weight[kRows];
     multiply_keys<Element>(TileKeys<Element>::of(p, p.key, batch, kv_head, n, keys), shared.query,
                            p.head_dim, weight);
@@ -129,11 +108,10 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
       if (!keep) weight[r] = -infinity<T>();
       kept[r] = device::ballot(keep);
       kept_by_any |= kept[r];
-      auto& softmax = warp_rows.softmax[r];
-      const T correction = softmax.raise_max(maximum_of_warp(weight[r]));
+      const T correction = softmax[r].raise_max(maximum_of_lanes<device::kWarp>(weight[r]));
 #pragma unroll
-      for (int c = 0; c < 4; ++c) warp_rows.out[r][c] *= correction;
-      weight[r] = softmax.weight(weight[r], softmax.shift());
+      for (int c = 0; c < 4; ++c) out[r][c] *= correction;
+      weight[r] = softmax[r].weight(weight[r], softmax[r].shift());
       if (scores.drops() && r < rows) {
         const uint32_t stays = scores.stays(tile, r, n + lane / 4 * 4);
         if ((stays >> lane % 4 & 1) == 0) weight[r] = T(0);
@@ -153,7 +131,7 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
         const T w = device::shuffle(weight[r], j);
         if ((kept[r] >> j & 1) == 0) continue;  // or 0 · NaN would reach it
 #pragma unroll
-        for (int c = 0; c < 4; ++c) warp_rows.out[r][c] += w * v[c];
+        for (int c = 0; c < 4; ++c) out[r][c] += w * v[c];
       }
     }
   }
@@ -163,23 +141,23 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
   T* own = shared.numbers + warp * kRows * kStep;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    T sum = warp_rows.softmax[r].sum;
-    for (int bits = 1; bits < device::kWarp; bits *= 2) sum += device::shuffle_xor(sum, bits);
+    const T sum = sum_of_lanes<device::kWarp>(softmax[r].sum);
     if (lane == 0) {
-      device::store_shared(own + r * kStep, warp_rows.softmax[r].max);
+      device::store_shared(own + r * kStep, softmax[r].max);
       device::store_shared(own + r * kStep + 1, sum);
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      device::store_shared(own + r * kStep + 2 + c * device::kWarp + lane, warp_rows.out[r][c]);
+      device::store_shared(own + r * kStep + 2 + c * device::kWarp + lane, out[r][c]);
     }
   }
   device::barrier();
+  const ForwardResult<Element> result(task, batch);
   for (int i = device::thread(); i < rows * kWarpColumns; i += kThreads) {
     const int r = i / kWarpColumns;
     const int64_t column = first_column + i % kWarpColumns;
     const T* parts = shared.numbers + r * kStep;
-    T max = -infinity<T>(), sum = T(0), out = T(0);
+    T max = -infinity<T>(), sum = T(0), sum_of_column = T(0);
     for (int w = 0; w < kWarps; ++w) {
       max = maximum(max, device::load_shared(parts + w * kRows * kStep));
     }
@@ -189,12 +167,11 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
       if (sum_of_warp == T(0)) continue;  // it kept nothing
       const T factor = factor_of_part(device::load_shared(part), max);
       sum += factor * sum_of_warp;
-      out += factor * device::load_shared(part + 2 + i % kWarpColumns);
+      sum_of_column += factor * device::load_shared(part + 2 + i % kWarpColumns);
     }
     if (task.splits > 1) {
-      T* row = params.partial +
-               ((u.head * task.splits + u.split) * packed.count + first_row + r) * partial_row(p);
-      if (column < p.value_dim) device::store_global(row + column, out);
+      T* row = partial_row(task, u.head, first_row + r) + u.split * partial_step(p);
+      if (column < p.value_dim) device::store_global(row + column, sum_of_column);
       if (column == 0) {
         device::store_global(row + p.value_dim, max);
         device::store_global(row + p.value_dim + 1, sum);
@@ -202,21 +179,10 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
       continue;
     }
     const int64_t head = device::load_shared(tile.head + r);
-    T normaliser = sum == T(0) ? T(0) : T(1) / sum;
-    if (p.sinks.data != nullptr) normaliser = add_sink(sink_of<T>(p, batch, head), max, sum);
-    normaliser *= dropout_scale<T>(p.dropout);
-    if (column < p.value_dim) {
-      OutputRows<Element>(task, batch)
-          .row(head, device::load_shared(tile.query + r))
-          .write(column, normaliser * out);
-    }
-    if (column == 0) {
-      T lse, rest;
-      log_of_sum(max, sum, lse, rest);
-      const int64_t scalar = tile.scalar(p, batch, r);
-      device::store_global(params.lse + scalar, lse);
-      device::store_global(params.lse_rest + scalar, rest);
-    }
+    const int64_t i_query = device::load_shared(tile.query + r);
+    const T normaliser = result.finish(head, max, sum);
+    if (column < p.value_dim) result.write(head, i_query, column, normaliser * sum_of_column);
+    if (column == 0) result.write_lse(head, i_query, max, sum);
   }
 }
 

@@ -1,14 +1,16 @@
 #pragma once
 
+#include "kernels/cuda/simt/attention_backward.cuh"
+#include "kernels/cuda/simt/attention_forward.cuh"
 #include "kernels/cuda/simt/few_rows.cuh"
+#include "kernels/cuda/simt/head_gradient.cuh"
 #include "kernels/cuda/simt/mask_gradient.cuh"
+#include "kernels/cuda/simt/merge.cuh"
 
 // Which kernels a call runs, in which order, with how many blocks and how much shared memory. Each
 // kernels_*.cu compiles this for one element type.
 
 namespace qkv::kernels::simt {
-
-inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// A grid holds 2^31 - 1 blocks; kernels walk over what is more.
 inline int64_t blocks_of(int64_t units) { return units < 0x7fffffff ? units : 0x7fffffff; }
@@ -31,7 +33,7 @@ constexpr int kMostFewRows = 32 / static_cast<int>(sizeof(T));
 /// Rows of its tiles, of which there may be some; 0: there are too many rows, or queries too wide.
 template <class T>
 int few_rows_of_tile(const Problem<T>& p) {
-  const int64_t rows = p.query_heads / p.kv_heads * p.queries;
+  const int64_t rows = rows_of_kv_head(p);
   if (rows > 16 || p.head_dim > 512) return 0;
   return rows == 1 ? 1 : rows <= 4 ? 4 : kMostFewRows<T>;
 }
@@ -39,8 +41,7 @@ int few_rows_of_tile(const Problem<T>& p) {
 template <class T>
 int64_t forward_tiles(const Problem<T>& p) {
   const int of_tile = few_rows_of_tile(p);
-  return ceil_divide(p.query_heads / p.kv_heads * p.queries,
-                     of_tile != 0 ? of_tile : kSide * kForwardOwn<T>);
+  return ceil_divide(rows_of_kv_head(p), of_tile != 0 ? of_tile : kSide * kForwardOwn<T>);
 }
 
 /// Of sizes alone, so that bits do not depend on the batch; ranges of at least 512 keys, and no
@@ -56,9 +57,8 @@ template <class Element, int kOwn, int kColumns>
 int launch_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
-  const int64_t chunks = p.value_dim == 0 ? 1 : ceil_divide(p.value_dim, kSide * kColumns);
-  const int64_t units = p.batch * p.kv_heads * chunks * task.splits *
-                        ceil_divide(p.query_heads / p.kv_heads * p.queries, kSide * kOwn);
+  const int64_t units = p.batch * p.kv_heads * column_chunks(p.value_dim, kSide * kColumns) *
+                        task.splits * ceil_divide(rows_of_kv_head(p), kSide * kOwn);
   return device::launch("attention_forward", attention_forward_kernel<Element, kOwn, kColumns>,
                         blocks_of(units), kThreads,
                         shared_bytes<ForwardShared<T, kOwn, kColumns>>(), stream, task, units);
@@ -68,9 +68,8 @@ template <class Element, int kRows>
 int launch_few_rows(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
-  const int64_t chunks = p.value_dim == 0 ? 1 : ceil_divide(p.value_dim, kWarpColumns);
-  const int64_t units = p.batch * p.kv_heads * chunks * task.splits *
-                        ceil_divide(p.query_heads / p.kv_heads * p.queries, kRows);
+  const int64_t units = p.batch * p.kv_heads * column_chunks(p.value_dim, kWarpColumns) *
+                        task.splits * ceil_divide(rows_of_kv_head(p), kRows);
   return device::launch("few_rows", few_rows_kernel<Element, kRows>, blocks_of(units), kThreads,
                         shared_bytes<FewRowsShared<T, kRows>>(p.head_dim), stream, task, units);
 }
@@ -98,16 +97,14 @@ int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   if (error != 0 || task.splits == 1) return error;
   const int64_t rows = p.batch * p.query_heads * p.queries;
   return device::launch("merge_forward", merge_forward_kernel<Element>,
-                        blocks_of(ceil_divide(rows, kThreads / device::kWarp)), kThreads, 0, stream,
-                        task, rows);
+                        blocks_of(ceil_divide(rows, kWarps)), kThreads, 0, stream, task, rows);
 }
 
 template <class Element, int kColumns>
 int launch_grad_query(const BackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.problem;
-  const int64_t chunks = p.head_dim == 0 ? 1 : ceil_divide(p.head_dim, kSide * kColumns);
-  const int64_t units = p.batch * p.kv_heads * chunks *
-                        ceil_divide(p.query_heads / p.kv_heads * p.queries, kBackwardRows);
+  const int64_t units = p.batch * p.kv_heads * column_chunks(p.head_dim, kSide * kColumns) *
+                        ceil_divide(rows_of_kv_head(p), kBackwardRows);
   return device::launch("grad_query", grad_query_kernel<Element, kColumns>, blocks_of(units),
                         kThreads, shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream,
                         task, units);
@@ -116,9 +113,7 @@ int launch_grad_query(const BackwardTask<Real<Element>>& task, void* stream) {
 template <class Element, int kColumns>
 int launch_grad_key(const BackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.problem;
-  const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-  if (widest == 0) return 0;
-  const int64_t units = p.batch * p.kv_heads * ceil_divide(widest, kSide * kColumns) *
+  const int64_t units = p.batch * p.kv_heads * column_chunks(widest_gradient(p), kSide * kColumns) *
                         ceil_divide(p.keys, kBackwardRows);
   return device::launch("grad_key", grad_key_kernel<Element, kColumns>, blocks_of(units), kThreads,
                         shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream, task,
@@ -131,10 +126,10 @@ int run_backward(const BackwardTask<Real<Element>>& task, void* stream) {
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
   const int64_t rows = p.batch * p.query_heads * p.queries;
-  int error = device::launch("delta", delta_kernel<Element>,
-                             blocks_of(ceil_divide(rows, kThreads / device::kWarp)), kThreads, 0,
-                             stream, task, rows);
-  if (error == 0 && (params.grad_query.data != nullptr || task.slope_gradient != nullptr)) {
+  int error = device::launch("delta", delta_kernel<Element>, blocks_of(ceil_divide(rows, kWarps)),
+                             kThreads, 0, stream, task, rows);
+  if (error == 0 &&
+      (params.grad_query.data != nullptr || params.slope_gradient_of_rows != nullptr)) {
     error = p.head_dim <= 64 ? launch_grad_query<Element, 4>(task, stream)
                              : launch_grad_query<Element, 8>(task, stream);
   }

@@ -1,14 +1,14 @@
 #pragma once
 
 #include "kernels/cuda/simt/attention_backward.cuh"
+#include "kernels/mask_broadcast.h"
 
 // The gradient of an additive mask is dS itself, summed over the dimensions in which the mask is
 // broadcast (its stride is 0 there). A block owns 64 x 64 elements of the gradient, or the one row
 // or column that a broadcast leaves, and walks over everything that reads them, in a fixed order:
 //
-//     grad_mask (b, h, i, j) = sum of dS (b', h', i', j')  of all (b', h', i', j') that read
-//     element
-//                                                          (b, h, i, j) of the mask
+//     grad_mask (b, h, i, j) = sum of dS (b', h', i', j')
+//                              over all that read element (b, h, i, j) of the mask
 
 namespace qkv::kernels::simt {
 
@@ -21,32 +21,15 @@ struct MaskUnits {
 
   template <class T>
   static QKV_INLINE MaskUnits of(const Problem<T>& p, const Operand<T>& mask) {
-    MaskUnits units{1, 1, 1, 1};
-    for (int d = 0; d < p.batch_rank; ++d) {
-      if (mask.batch_stride[d] != 0) units.batches *= p.batch_size[d];
-    }
+    MaskUnits units{batches_of_mask(p, mask), 1, 1, 1};
     if (mask.head_stride != 0) units.heads = p.query_heads;
-    if (mask.row_stride != 0) units.row_tiles = (p.queries + kBackwardRows - 1) / kBackwardRows;
-    if (mask.column_stride != 0) units.key_tiles = (p.keys + kOthers - 1) / kOthers;
+    if (mask.row_stride != 0) units.row_tiles = ceil_divide(p.queries, kBackwardRows);
+    if (mask.column_stride != 0) units.key_tiles = ceil_divide(p.keys, kOthers);
     return units;
   }
 
   QKV_INLINE int64_t count() const { return batches * heads * row_tiles * key_tiles; }
 };
-
-/// The batch element at `kept` in the mask's own batch dimensions and at `summed` in the others.
-template <class T>
-QKV_DEVICE int64_t batch_of_mask(const Problem<T>& p, const Operand<T>& mask, int64_t kept,
-                                 int64_t summed) {
-  int64_t number = 0, step = 1;
-  for (int d = p.batch_rank - 1; d >= 0; --d) {
-    int64_t& left = mask.batch_stride[d] != 0 ? kept : summed;
-    number += left % p.batch_size[d] * step;
-    left /= p.batch_size[d];
-    step *= p.batch_size[d];
-  }
-  return number;
-}
 
 template <class T>
 struct MaskGradientShared {
@@ -99,14 +82,13 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
     for (int64_t head = first_head; head < end_head; ++head) {
       const PackedRows packed{head, 1, p.queries};
       for (int64_t row = begin_row; row < end_row; row += kBackwardRows) {
-        const int64_t left = p.queries - row;
-        const int rows = left < kBackwardRows ? static_cast<int>(left) : kBackwardRows;
+        const int rows = at_most(kBackwardRows, p.queries - row);
         const KeyRange range =
             keys_of_any(p.band, row, row + rows - 1, p.keys).intersection({begin_key, end_key});
         if (range.empty()) continue;
         table.template load<kBackwardRows>(task, batch, packed, row, query, grad_out);
         for (int64_t n = range.begin - range.begin % kOthers; n < range.end; n += kOthers) {
-          const int keys = end_key - n < kOthers ? static_cast<int>(end_key - n) : kOthers;
+          const int keys = at_most(kOthers, end_key - n);
           T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
           multiply_pairs<kBackwardOwn>(
               query, TileKeys<Element>::of(p, p.key, batch, head / group, n, keys), p.head_dim,
@@ -129,7 +111,7 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
   if (every_key) {
 #pragma unroll
     for (int i = 0; i < kBackwardOwn; ++i) {
-      sum[i][0] = sum_of_row((sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3]));
+      sum[i][0] = sum_of_lanes<kSide>((sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3]));
     }
   }
   if (every_row) {

@@ -5,9 +5,10 @@
 // The two products of attention, each a block's: through two stages in shared memory, the next of
 // which is fetched into registers while the products of the one before are summed.
 //
-//     pairs     C[own][other]   = sum over d       of A[own][d] · B[other][d]      S = Q Kᵀ, dP =
-//     dO Vᵀ columns   C[own][column] += sum over others  of A[other][own] · B[other][column]    O =
-//     P V, ..
+//     pairs      C[own][other]   = sum over d        A[own][d] · B[other][d]
+//                                  S = Q Kᵀ, dP = dO Vᵀ
+//     columns    C[own][column] += sum over others   A[other][own] · B[other][column]
+//                                  O = P V, dQ = dS K, ..
 //
 // Sums are taken in the order of their terms, whatever else is computed.
 
@@ -76,11 +77,7 @@ QKV_DEVICE void multiply_pairs(const A& a, const B& b, int64_t depth, T* stages,
     }
   };
 
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-#pragma unroll
-    for (int j = 0; j < kOthersOfThread; ++j) c[i][j] = T(0);
-  }
+  set_to_zero(c);
   if (depth == 0) return;
   fetch(0);
   store(stages);
@@ -114,6 +111,19 @@ struct OwnTile {
   uint32_t* kept;
   bool partial;  // not all are kept
 };
+
+/// A thread's pairs to where multiply_columns reads them. No barrier.
+template <class T, int kOwn>
+QKV_DEVICE void store_pairs(const T (&x)[kOwn][kOthersOfThread], T* to) {
+#pragma unroll
+  for (int j = 0; j < kOthersOfThread; ++j) {
+    T column[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) column[i] = x[i][j];
+    device::store_shared<kOwn>(
+        to + (thread_x() * kOthersOfThread + j) * kOwnStep<kOwn> + thread_y() * kOwn, column);
+  }
+}
 
 /// B(other, column) gives numbers for other < others and column < columns. Where one of them is not
 /// finite and the tile is partial, 0 · NaN must not reach sums that do not keep the pair.

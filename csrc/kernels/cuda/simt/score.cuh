@@ -13,19 +13,6 @@
 
 namespace qkv::kernels::simt {
 
-QKV_DEVICE float natural_exp(float x) { return expf(x); }
-QKV_DEVICE double natural_exp(double x) { return exp(x); }
-QKV_DEVICE float natural_log(float x) { return logf(x); }
-QKV_DEVICE double natural_log(double x) { return log(x); }
-QKV_DEVICE float hyperbolic_tangent(float x) { return tanhf(x); }
-QKV_DEVICE double hyperbolic_tangent(double x) { return tanh(x); }
-QKV_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
-QKV_DEVICE double maximum(double a, double b) { return fmax(a, b); }
-QKV_DEVICE float minimum(float a, float b) { return a < b ? a : b; }  // NaN if b is
-QKV_DEVICE double minimum(double a, double b) { return a < b ? a : b; }
-QKV_DEVICE float absolute(float x) { return fabsf(x); }
-QKV_DEVICE double absolute(double x) { return fabs(x); }
-
 /// Counters of philox, one at a time.
 struct Words {
   using Vector = uint32_t;
@@ -37,12 +24,6 @@ struct Words {
     low = static_cast<uint32_t>(product);
   }
 };
-
-/// What a weight that stays is multiplied with: 1 / (1 - p).
-template <class T>
-QKV_INLINE T dropout_scale(const Dropout& dropout) {
-  return dropout.threshold == 65536 ? T(0) : T(65536) / static_cast<T>(65536 - dropout.threshold);
-}
 
 /// Scores of one batch element.
 template <class T>
@@ -74,39 +55,9 @@ class Scores {
   QKV_DEVICE bool drops() const { return p_.dropout.threshold != 0; }
 
   /// The score of (row r of the tile, key), which is less than N, from scale · <q, k>, and the
-  /// derivative of the softcap there. False, and -inf, if the pair is not kept.
+  /// derivative of the softcap there. False, and neither, if the pair is not kept.
   QKV_DEVICE bool modify(const RowTile& rows, int r, int64_t key, T& score, T& cap_slope) const {
     cap_slope = T(1);
-    if (!keeps(rows, r, key, score, cap_slope)) {
-      score = -infinity<T>();
-      return false;
-    }
-    return true;
-  }
-
-  /// |p - j|
-  QKV_DEVICE T distance(const RowTile& rows, int r, int64_t key) const {
-    const int64_t ahead = device::load_shared(rows.query + r) + p_.band.offset - key;
-    return static_cast<T>(ahead < 0 ? -ahead : ahead);
-  }
-
-  /// Bit b: the weight of key first + b stays, for 4 keys from a multiple of 4 on.
-  QKV_DEVICE uint32_t stays(const RowTile& rows, int r, int64_t first) const {
-    uint32_t words[4] = {static_cast<uint32_t>(first / 8),
-                         static_cast<uint32_t>(device::load_shared(rows.query + r)),
-                         static_cast<uint32_t>(device::load_shared(rows.head + r)), 0};
-    philox<Words>(words, seed_);
-    const bool second = first % 8 != 0;
-    const uint32_t low = second ? words[2] : words[0], high = second ? words[3] : words[1];
-    const uint32_t threshold = p_.dropout.threshold;
-    return static_cast<uint32_t>((low & 0xffff) >= threshold) |
-           static_cast<uint32_t>((low >> 16) >= threshold) << 1 |
-           static_cast<uint32_t>((high & 0xffff) >= threshold) << 2 |
-           static_cast<uint32_t>((high >> 16) >= threshold) << 3;
-  }
-
- private:
-  QKV_DEVICE bool keeps(const RowTile& rows, int r, int64_t key, T& score, T& cap_slope) const {
     if (key < device::load_shared(rows.begin + r) || key >= device::load_shared(rows.end + r)) {
       return false;
     }
@@ -141,6 +92,29 @@ class Scores {
     return true;
   }
 
+  /// |p - j|
+  QKV_DEVICE T distance(const RowTile& rows, int r, int64_t key) const {
+    const int64_t ahead = device::load_shared(rows.query + r) + p_.band.offset - key;
+    return static_cast<T>(ahead < 0 ? -ahead : ahead);
+  }
+
+  /// Bit b: the weight of key first + b stays, for 4 keys from a multiple of 4 on.
+  QKV_DEVICE uint32_t stays(const RowTile& rows, int r, int64_t first) const {
+    uint32_t words[4] = {
+        static_cast<uint32_t>(first / 8),
+        static_cast<uint32_t>(device::load_shared(rows.query + r)),
+        static_cast<uint32_t>(p_.dropout.first_head + device::load_shared(rows.head + r)), 0};
+    philox<Words>(words, seed_);
+    const bool second = first % 8 != 0;
+    const uint32_t low = second ? words[2] : words[0], high = second ? words[3] : words[1];
+    const uint32_t threshold = p_.dropout.threshold;
+    return static_cast<uint32_t>((low & 0xffff) >= threshold) |
+           static_cast<uint32_t>((low >> 16) >= threshold) << 1 |
+           static_cast<uint32_t>((high & 0xffff) >= threshold) << 2 |
+           static_cast<uint32_t>((high >> 16) >= threshold) << 3;
+  }
+
+ private:
   QKV_DEVICE T mask_number(int64_t at) const {
     switch (p_.attn_mask.type) {
       case MaskType::kFloat64:
@@ -181,27 +155,6 @@ QKV_DEVICE void for_each_pair(F f) {
 #pragma unroll 1
     for (int key = 0; key < 4; ++key) f(row, key, kOwnsKeys ? 4 * key + row : 4 * row + key);
   }
-}
-
-/// lse = max + log(sum), and in rest what rounding takes from it: P = exp((S - lse) - rest) is as
-/// precise for scores of any size.
-template <class T>
-QKV_DEVICE void log_of_sum(T max, T sum, T& lse, T& rest) {
-  const T log_sum = natural_log(sum);
-  lse = max + log_sum;
-  rest = lse - lse == T(0) ? (max - lse) + log_sum : T(0);  // 0 if lse is not finite
-}
-
-/// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was
-/// summed so far to normalise it.
-template <class T>
-QKV_DEVICE T add_sink(T sink, T& max, T& sum) {
-  const T new_max = max > sink ? max : sink;
-  if (new_max == -infinity<T>()) return T(0);
-  const T correction = natural_exp(max - new_max);
-  sum = sum * correction + (sink == new_max ? T(1) : natural_exp(sink - new_max));
-  max = new_max;
-  return correction / sum;
 }
 
 }  // namespace qkv::kernels::simt

@@ -24,18 +24,19 @@ template int64_t forward_splits(const Problem<double>&);
 template <class T>
 int64_t forward_partial_size(const ForwardTask<T>& task) {
   const Problem<T>& p = task.forward.problem;
-  return task.splits == 1 ? 0 : p.batch * p.query_heads * p.queries * task.splits * partial_row(p);
+  return task.splits == 1 ? 0
+                          : p.batch * p.query_heads * p.queries * task.splits * partial_row_size(p);
 }
 template int64_t forward_partial_size(const ForwardTask<float>&);
 template int64_t forward_partial_size(const ForwardTask<double>&);
 
 template <>
-int attention_forward(const ForwardTask<double>& task, Storage, void* stream) {
+int attention_forward(const ForwardTask<double>& task, void* stream) {
   return run_forward<double>(task, stream);
 }
 template <>
-int attention_forward(const ForwardTask<float>& task, Storage storage, void* stream) {
-  switch (storage) {
+int attention_forward(const ForwardTask<float>& task, void* stream) {
+  switch (task.forward.problem.key_value_storage) {
     case Storage::kBFloat16:
       return run_forward<BFloat16>(task, stream);
     case Storage::kFloat16:
@@ -46,12 +47,12 @@ int attention_forward(const ForwardTask<float>& task, Storage storage, void* str
 }
 
 template <>
-int attention_backward(const BackwardTask<double>& task, Storage, void* stream) {
+int attention_backward(const BackwardTask<double>& task, void* stream) {
   return run_backward<double>(task, stream);
 }
 template <>
-int attention_backward(const BackwardTask<float>& task, Storage storage, void* stream) {
-  switch (storage) {
+int attention_backward(const BackwardTask<float>& task, void* stream) {
+  switch (task.backward.problem.key_value_storage) {
     case Storage::kBFloat16:
       return run_backward<BFloat16>(task, stream);
     case Storage::kFloat16:

@@ -5,9 +5,9 @@
 #include "kernels/params.h"
 
 // The kernels for any NVIDIA GPU as the host calls them. Of T = float, query, key, value and what
-// is shaped like them are stored as `storage` says: pointers to float in Params then point to such
-// numbers. Everything is put on a cudaStream_t and returns at once, a cudaError_t, 0 if all is
-// well.
+// is shaped like them are all stored as Problem::key_value_storage says: pointers to float in
+// Params then point to such numbers. Everything is put on a cudaStream_t and returns at once, a
+// cudaError_t, 0 if all is well.
 
 namespace qkv::kernels::simt {
 
@@ -18,15 +18,15 @@ struct ForwardTask {
   int64_t splits;       // ranges that the keys are cut into
 };
 
+/// The keys are not cut: backward.splits and partial_grad_query are not read.
 template <class T>
 struct BackwardTask {
   BackwardParams<T> backward;
   Operand<const T> out_rest;  // as in ForwardTask
   T* delta;                   // (B, Hq, M), dense: <dO, O> - dLSE of each row
-  T* slope_gradient;     // (B, Hq, M), or nullptr: of each row's scores with respect to its slope
-  Operand<T> grad_mask;  // numbers of T whatever the storage; without data if not asked for
-  double* grad_slopes;   // (B, Hq), or nullptr
-  double* grad_sinks;    // as grad_slopes
+  Operand<T> grad_mask;       // numbers of T whatever the storage; without data if not asked for
+  double* grad_slopes;        // (B, Hq), or nullptr
+  double* grad_sinks;         // as grad_slopes
 };
 
 /// How many ranges the keys are cut into when rows are few: of the sizes of a head alone.
@@ -38,9 +38,9 @@ template <class T>
 int64_t forward_partial_size(const ForwardTask<T>& task);
 
 template <class T>
-int attention_forward(const ForwardTask<T>& task, Storage storage, void* stream);
+int attention_forward(const ForwardTask<T>& task, void* stream);
 
 template <class T>
-int attention_backward(const BackwardTask<T>& task, Storage storage, void* stream);
+int attention_backward(const BackwardTask<T>& task, void* stream);
 
 }  // namespace qkv::kernels::simt

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/band.h"
+#include "kernels/cuda/simt/math.cuh"
 #include "kernels/half.h"
 #include "kernels/params.h"
 
@@ -19,14 +20,29 @@
 namespace qkv::kernels::simt {
 
 constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / device::kWarp;
 constexpr int kSide = 16;
 constexpr int kOthers = 64;
 constexpr int kOthersOfThread = kOthers / kSide;
-constexpr int kPad =
-    4;  // numbers after each row in shared memory: stores of columns spread over banks
+
+// Numbers after each row in shared memory, so that stores of columns spread over its banks.
+constexpr int kPad = 4;
 
 QKV_DEVICE int thread_x() { return device::thread() % kSide; }
 QKV_DEVICE int thread_y() { return device::thread() / kSide; }
+
+QKV_INLINE int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// The first `most` of what is left.
+QKV_INLINE int at_most(int most, int64_t left) {
+  return left < most ? static_cast<int>(left) : most;
+}
+
+/// Results of `columns` columns are computed by so many blocks, each of `width` of them; by one if
+/// there are none, as rows have more results than columns.
+QKV_INLINE int64_t column_chunks(int64_t columns, int64_t width) {
+  return columns <= width ? 1 : ceil_divide(columns, width);
+}
 
 /// The numbers that elements are computed in.
 template <class Element>
@@ -47,6 +63,15 @@ constexpr int blocks_at_once(int numbers) {
   return sizeof(T) == 4 && numbers <= 64 ? 2 : 1;
 }
 
+template <class T, int kRows, int kColumns>
+QKV_DEVICE void set_to_zero(T (&x)[kRows][kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) x[i][j] = T(0);
+  }
+}
+
 QKV_DEVICE float rounded(float x, const float*) { return x; }
 QKV_DEVICE double rounded(double x, const double*) { return x; }
 QKV_DEVICE BFloat16 rounded(float x, const BFloat16*) { return BFloat16::rounded(x); }
@@ -59,11 +84,6 @@ QKV_DEVICE Real<Element> load_number(const Element* from) {
 template <class Element>
 QKV_DEVICE void store_number(Element* to, Real<Element> x) {
   device::store_global(to, rounded(x, to));
-}
-
-template <class T>
-QKV_DEVICE T infinity() {
-  return static_cast<T>(__builtin_huge_valf());
 }
 
 /// Hands out a block's shared memory, and on the host adds up how much that is.
@@ -121,12 +141,37 @@ struct PackedRows {
   QKV_INLINE int64_t head(int64_t row) const { return first_head + row % group; }
 };
 
-/// All rows that see a key/value head.
+/// All rows that see a key/value head, and how many these are.
 template <class T>
 QKV_INLINE PackedRows rows_of_kv_head(const Problem<T>& p, int64_t kv_head) {
   const int64_t group = p.query_heads / p.kv_heads;
   return {kv_head * group, group, group * p.queries};
 }
+template <class T>
+QKV_INLINE int64_t rows_of_kv_head(const Problem<T>& p) {
+  return rows_of_kv_head(p, 0).count;
+}
+
+/// What a block works on: a unit's place in a grid of (head of key and value in the batch, column
+/// chunk, split of the keys, tile). Tiles come last first: under a causal mask the last are the
+/// longest.
+struct TileUnit {
+  int64_t head;
+  int64_t chunk;
+  int64_t split;
+  int64_t tile;
+
+  static QKV_DEVICE TileUnit of(int64_t unit, int64_t chunks, int64_t splits, int64_t tiles) {
+    TileUnit u;
+    u.tile = tiles - 1 - unit % tiles;
+    unit /= tiles;
+    u.split = unit % splits;
+    unit /= splits;
+    u.chunk = unit % chunks;
+    u.head = unit / chunks;
+    return u;
+  }
+};
 
 /// Where the rows of a tile lie in an operand's batch element, in shared memory; -1: there is no
 /// row.

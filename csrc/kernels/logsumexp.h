@@ -1,0 +1,40 @@
+#pragma once
+
+// What becomes of the maximum of a row's scores and the sum of exp(score - maximum) when all keys
+// have been seen.
+//
+// QKV_ISA names the namespace this is compiled into, so that no two instruction sets share code;
+// natural_exp and natural_log are its own, declared before.
+
+namespace qkv::kernels::QKV_ISA {
+
+/// lse = max + log(sum), and in rest what rounding takes from it: P = exp((S - lse) - rest) is as
+/// precise for scores of any size.
+template <class T>
+QKV_INLINE void log_of_sum(T max, T sum, T& lse, T& rest) {
+  const T log_sum = natural_log(sum);
+  lse = max + log_sum;
+  rest = lse - lse == T(0) ? (max - lse) + log_sum : T(0);  // 0 if lse is not finite
+}
+
+/// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was
+/// summed so far to normalise it.
+template <class T>
+QKV_INLINE T add_sink(T sink, T& max, T& sum) {
+  const T new_max = max > sink ? max : sink;
+  if (new_max == -static_cast<T>(__builtin_huge_valf())) return T(0);
+  const T correction = natural_exp(max - new_max);
+  sum = sum * correction + (sink == new_max ? T(1) : natural_exp(sink - new_max));
+  max = new_max;
+  return correction / sum;
+}
+
+/// exp(sink - lse), the weight of a row's sink; 0 for a row of nothing whose sink is -inf too.
+template <class T>
+QKV_INLINE T sink_weight(T sink, T lse, T lse_rest) {
+  if (lse == -static_cast<T>(__builtin_huge_valf())) return T(0);
+  const T below = sink == lse ? T(0) : (sink - lse) - lse_rest;
+  return below >= T(0) ? T(1) : natural_exp(below);
+}
+
+}  // namespace qkv::kernels::QKV_ISA
