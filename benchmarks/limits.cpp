@@ -5,6 +5,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+
+#include "kernels/cpu/has_amx.h"
 #endif
 
 namespace limits {
@@ -72,6 +74,29 @@ __attribute__((target("avx512f,avx512bf16"))) void avx512_bf16() {
   for (auto& s : sum) __asm__ volatile("" ::"v"(s));
 }
 
+/// Products of tiles of 16 x 32 and 32 x 16 numbers. Four sums in turn are enough, and more are
+/// slower where another machine shares the core (amx_tiles.h).
+void amx() {
+  struct alignas(64) Shapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  static const Shapes shapes;
+  __asm__ volatile("ldtilecfg %0" ::"m"(shapes));  // and sets the tiles to zero
+  for (int64_t i = 0; i < kMultiplyAdds / (4 * 16 * 16 * 32); ++i) {
+    __asm__ volatile(
+        "tdpbf16ps %tmm7, %tmm6, %tmm0\n tdpbf16ps %tmm7, %tmm6, %tmm1\n"
+        "tdpbf16ps %tmm7, %tmm6, %tmm2\n tdpbf16ps %tmm7, %tmm6, %tmm3");
+  }
+  __asm__ volatile("tilerelease");
+}
+
+bool amx_is_here() {
+  static const bool is_here = qkv::kernels::has_amx();
+  return is_here;
+}
+
 #endif
 
 }  // namespace
@@ -80,7 +105,7 @@ __attribute__((target("avx512f,avx512bf16"))) void avx512_bf16() {
 bool has_float32() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 bool has_bfloat16() { return __builtin_cpu_supports("avx512bf16"); }
 void multiply_add_float32() { on_every_thread(__builtin_cpu_supports("avx512f") ? avx512 : avx2); }
-void multiply_add_bfloat16() { on_every_thread(avx512_bf16); }
+void multiply_add_bfloat16() { on_every_thread(amx_is_here() ? amx : avx512_bf16); }
 #else
 bool has_float32() { return false; }
 bool has_bfloat16() { return false; }

@@ -16,7 +16,7 @@ bool has_bfloat16();
 /// kMultiplyAdds multiply-adds of float32 in registers, on every thread of ATen's.
 void multiply_add_float32();
 
-/// The same of bfloat16, summed in float32.
+/// The same of bfloat16, summed in float32: of tiles where the processor has AMX.
 void multiply_add_bfloat16();
 
 /// Reads a dense tensor from memory, on every thread of ATen's.

@@ -399,7 +399,8 @@ TEST_P(Kernels, ProductsInBFloat16) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Isa, Kernels,
-                         ::testing::Values("generic", "avx2", "avx512", "avx512_bf16", "neon"),
+                         ::testing::Values("generic", "avx2", "avx512", "avx512_bf16", "avx512_amx",
+                                           "neon"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(Isa, NamesAreChecked) {

@@ -44,20 +44,21 @@ def test_at_most_twice_the_error_of_pytorch(entry, dtype):
 @half_types
 @pytest.mark.parametrize("name", MANY_KEYS)
 def test_many_keys(name, dtype):
-    """With AVX512-BF16, those of bfloat16 are multiplied in pairs."""
+    """With AVX512-BF16 or AMX, those of bfloat16 are multiplied in bfloat16."""
     check({"name": name, **BATCH, **MANY_KEYS[name]}, dtype)
 
 
-def test_products_in_bfloat16():
+@pytest.mark.parametrize("isa", ["avx512_bf16", "avx512_amx"])
+def test_products_in_bfloat16(isa):
     """The same where they are not this processor's choice."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_many_keys", "-k", "bfloat16"],
-        env={**os.environ, "QKV_CPU_ISA": "avx512_bf16"},
+        env={**os.environ, "QKV_CPU_ISA": isa},
         capture_output=True,
         text=True,
     )
     if "this processor does not have it" in done.stdout + done.stderr:
-        pytest.skip("no avx512_bf16 here")
+        pytest.skip(f"no {isa} here")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

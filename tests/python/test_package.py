@@ -71,7 +71,7 @@ def test_instructions_stay_in_their_own_files():
     for path in objects:
         code = subprocess.run(["objdump", "-d", path], capture_output=True, text=True).stdout
         uses[path.name] = (bool(avx.search(code)), bool(avx512.search(code)))
-    sets = {f"isa_{isa}.cpp.o" for isa in ("avx2", "avx512", "avx512_bf16")}
+    sets = {f"isa_{isa}.cpp.o" for isa in ("avx2", "avx512", "avx512_bf16", "avx512_amx")}
     assert {name for name, (any_avx, _) in uses.items() if any_avx} == sets
     assert {name for name, (_, wide) in uses.items() if wide} == sets - {"isa_avx2.cpp.o"}
 
@@ -85,7 +85,7 @@ def test_library_knows_no_python():
     assert "PyInit" not in symbols.stdout
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16", "avx512_amx"])
 def test_isa_can_be_chosen(isa):
     program = """
 import torch, qkv
@@ -113,7 +113,7 @@ def test_unknown_isa():
         "import torch, qkv; q = torch.ones(2, 2); qkv.attention(q, q, q)", QKV_CPU_ISA="mmx"
     )
     assert (
-        "ValueError: qkv: QKV_CPU_ISA=mmx is not one of avx512_bf16, avx512, avx2, generic"
+        "ValueError: qkv: QKV_CPU_ISA=mmx is not one of avx512_amx, avx512_bf16, avx512, avx2, generic"
         in done.stderr
     )
 

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "kernels/cpu/few_rows.inc.h"
-#include "kernels/cpu/forward_source.inc.h"
 #include "kernels/cpu/forward_tile.inc.h"
+#include "kernels/cpu/isa.h"
 #include "kernels/cpu/merge.inc.h"
 
 // How the forward pass is cut into units of work: tiles of query rows (forward_tile.inc.h), or, if
@@ -36,13 +36,6 @@ inline KeyRange keys_of_forward_split(const Problem<T>& problem, int64_t split) 
   const int64_t blocks = (problem.keys + kForwardBlockKeys - 1) / kForwardBlockKeys;
   const int64_t end = blocks * (split + 1) / splits * kForwardBlockKeys;
   return {blocks * split / splits * kForwardBlockKeys, end < problem.keys ? end : problem.keys};
-}
-
-/// Whether the kernel for this problem reads key and value in 16 bits, each tile for itself. With
-/// more tiles than these a copy of them in float32 is cheaper.
-template <class T>
-inline bool forward_reads_16_bits(const Problem<T>& problem) {
-  return sizeof(T) == 4 && forward_tiles_per_head(problem) <= 4;
 }
 
 /// One unit of work is one range of keys for one tile.
@@ -128,6 +121,35 @@ inline void merge_forward(const ForwardParams<T>& params, int64_t head) {
   const auto tile =
       RowTile<kForwardRows<T>>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, 0);
   merge(params, tile, splits, params.partial + head * splits * rows_of_kv_head(p) * partial_row(p));
+}
+
+template <class Source, class T>
+inline int64_t forward_prepared_bytes(const ForwardParams<T>& params) {
+  const Problem<T>& p = params.problem;
+  return p.batch * p.kv_heads * Source::prepared_bytes(p);
+}
+
+/// Before all units; one unit is one key/value head.
+template <class Source, class T>
+inline void prepare_forward(const ForwardParams<T>& params, int64_t head) {
+  const Problem<T>& p = params.problem;
+  Source::prepare(p, RowTile<1>::make(p, head / p.kv_heads, head % p.kv_heads, 0, 1, 0),
+                  static_cast<char*>(params.prepared) + head * Source::prepared_bytes(p));
+}
+
+template <class Source>
+constexpr ForwardKernels<typename Source::Real> make_forward_kernels() {
+  using T = typename Source::Real;
+  return {
+      forward_units<T>,
+      forward_scratch_bytes<Source, T>,
+      forward_partial_size<T>,
+      forward_prepared_bytes<Source, T>,
+      Source::reads_16_bits,
+      prepare_forward<Source, T>,
+      attention_forward<Source, T>,
+      merge_forward<T>,
+  };
 }
 
 }  // namespace qkv::kernels::QKV_ISA

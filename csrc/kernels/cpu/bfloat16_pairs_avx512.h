@@ -54,18 +54,18 @@ struct Simd<BFloat16Pair> {
   }
 };
 
-/// to[d] = (first[d], second[d]); second is nullptr for zeros.
-inline void interleave(const BFloat16* first, const BFloat16* second, int64_t width,
-                       BFloat16Pair* to) {
-  int64_t d = 0;
-  for (; d + 16 <= width; d += 16) {
-    const auto wide = [d](const BFloat16* x) __attribute__((always_inline)) {
-      if (x == nullptr) return _mm512_setzero_si512();
-      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + d)));
-    };
-    _mm512_storeu_si512(to + d, _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16)));
-  }
-  for (; d < width; ++d) to[d] = {first[d], second != nullptr ? second[d] : BFloat16{0}};
+/// The lanes 0 .. count of a vector.
+QKV_INLINE __mmask16 first_lanes(int64_t count) {
+  return static_cast<__mmask16>(count >= 16 ? 0xffff : (1 << count) - 1);
+}
+
+/// Lane l: (first[l], second[l]), zeros from `count` on and where there is nullptr.
+QKV_INLINE __m512i interleaved(const BFloat16* first, const BFloat16* second, int64_t count) {
+  const auto wide = [count](const BFloat16* x) __attribute__((always_inline)) {
+    const __mmask16 lanes = x != nullptr ? first_lanes(count) : __mmask16(0);
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, x));
+  };
+  return _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16));
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -16,8 +16,19 @@ class ForwardSource {
  public:
   using Real = T;
   static constexpr int kRows = kForwardRows<T>;
-  static constexpr int kExtraOutRows = 0;
+  static constexpr bool kRoundsWeights = false;
   static constexpr bool kTakesFewRows = true;
+
+  /// Each tile for itself. With more tiles than these a copy of them in float32 is cheaper.
+  static bool reads_16_bits(const Problem<T>& p) {
+    return sizeof(T) == 4 && rows_of_kv_head(p) <= 4 * kRows;
+  }
+
+  static int64_t out_rows(const Problem<T>& p) { return p.value_dim; }
+
+  /// Of a key/value head: nothing is.
+  static int64_t prepared_bytes(const Problem<T>&) { return 0; }
+  static void prepare(const Problem<T>&, const RowTile<1>&, void*) {}
 
   static int64_t scratch_bytes(const Problem<T>& p) {
     const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
@@ -53,6 +64,9 @@ class ForwardSource {
                                 out_t, kRows);
     }
   }
+
+  /// Everything has been added already.
+  void finish_values() const {}
 
  private:
   struct Rows {

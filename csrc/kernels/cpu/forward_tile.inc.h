@@ -24,7 +24,8 @@
 //                                                       dropout                 in place
 //     Oᵀ  Dv  [ ................ ]                      Oᵀ += Vᵀ · P            [Dv][rows]
 //
-// Q, K, V and both products are the Source's: forward_source.inc.h, bfloat16_source.inc.h.
+// Q, K, V and both products are the Source's: forward_source.inc.h, bfloat16_source.inc.h,
+// amx_source.inc.h.
 //
 // Of a block that the edge of the band runs through, only those vectors of rows that see some of 16
 // keys take part in them:
@@ -55,7 +56,7 @@ class ForwardTile {
 
   /// Of the tile itself, in numbers; the source's come after.
   static int64_t scratch_numbers(const Problem<T>& p) {
-    return (out_rows(p) + 2 * kForwardBlockKeys) * kRows;
+    return (Source::out_rows(p) + 2 * kForwardBlockKeys) * kRows;
   }
   static constexpr int64_t kBitBytes = 2 * kForwardBlockKeys / 8 * kRows;
   static int64_t scratch_bytes(const Problem<T>& p) {
@@ -68,7 +69,7 @@ class ForwardTile {
         p_(params.problem),
         tile_(tile),
         out_t_(static_cast<T*>(scratch)),
-        scores_(out_t_ + out_rows(p_) * kRows),
+        scores_(out_t_ + Source::out_rows(p_) * kRows),
         mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * kForwardBlockKeys * kRows),
               scores_ + kForwardBlockKeys * kRows},
         stays_(mask_.bits + kForwardBlockKeys / 8 * kRows),
@@ -76,7 +77,7 @@ class ForwardTile {
     alibi_.load(p_, tile);
     changes_scores_ = p_.softcap != T(0) || mask_.has_bias(p_) || p_.alibi_slopes.data != nullptr;
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
-    set_to_zero(out_t_, out_rows(p_) * kRows);
+    set_to_zero(out_t_, Source::out_rows(p_) * kRows);
     for (auto& s : softmax_) s.clear();
   }
 
@@ -94,6 +95,7 @@ class ForwardTile {
       if (n < end_of_all && end_of_all < end) end = end_of_all;
       add_block(n, static_cast<int>(end - n));
     }
+    source_.finish_values();
   }
 
   /// [ out, not normalised | max | sum ] of each row, for merge().
@@ -127,12 +129,9 @@ class ForwardTile {
   }
 
  private:
-  /// Those of Oᵀ, and what else the source sums under the same maximum.
-  static int64_t out_rows(const Problem<T>& p) { return p.value_dim + Source::kExtraOutRows; }
-
   /// With a source that rounds weights, factor is sum / the sum of the rounded ones.
   void store_softmax(T* max, T* sum, T* factor) const {
-    const bool rounds = Source::kExtraOutRows > 0 && p_.dropout.threshold == 0;
+    const bool rounds = Source::kRoundsWeights && p_.dropout.threshold == 0;
     for (int v = 0; v < kForwardVectors; ++v) {
       S::store(max + v * S::kWidth, softmax_[v].max);
       S::store(sum + v * S::kWidth, softmax_[v].sum);
@@ -286,7 +285,7 @@ class ForwardTile {
       const auto too_small = S::less(softmax.limit(), block_max[v]);
       correction[v] = softmax.raise_max(S::select(too_small, block_max[v], softmax.max));
     }
-    for (int64_t d = 0; d < out_rows(p_); ++d) {
+    for (int64_t d = 0; d < Source::out_rows(p_); ++d) {
       for (int v = 0; v < kVectors; ++v) {
         T* o = out_t_ + d * kRows + (first_vector + v) * S::kWidth;
         S::store(o, S::load(o) * correction[v]);
@@ -297,7 +296,7 @@ class ForwardTile {
   const ForwardParams<T>& params_;
   const Problem<T>& p_;
   const Tile& tile_;
-  T* out_t_;   // [Dv][rows]
+  T* out_t_;   // [Dv and what else the source sums under the same maximum][rows]
   T* scores_;  // [keys][rows], then the weights
   MaskTile<T, kRows> mask_;
   uint8_t* stays_;

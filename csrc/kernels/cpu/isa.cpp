@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "kernels/cpu/has_amx.h"
+
 namespace qkv::kernels {
 
 namespace {
@@ -17,15 +19,16 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 // Best first.
 const Isa kIsas[] = {
 #if defined(QKV_X86)
+    {&avx512_amx::table, [] { return has_avx512_bf16() && has_amx(); }},
     // Products of bfloat16 are twice as fast as float32's on AMD's processors, but half as fast on
     // Intel's (measured on Emerald Rapids), which have AMX for them.
-    {&avx512_bf16::table, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16"); },
-     [] { return !__builtin_cpu_is("amd"); }},
+    {&avx512_bf16::table, has_avx512_bf16, [] { return !__builtin_cpu_is("amd"); }},
     {&avx512::table, has_avx512},
     {&avx2::table,
      [] {
@@ -51,7 +54,7 @@ ChosenKernels choose_cpu_kernels(const char* name) {
 
 const char* cpu_isa_names() {
 #if defined(QKV_X86)
-  return "avx512_bf16, avx512, avx2, generic";
+  return "avx512_amx, avx512_bf16, avx512, avx2, generic";
 #elif defined(QKV_ARM)
   return "neon, generic";
 #else

@@ -67,6 +67,9 @@ extern const CpuKernelTable table;
 namespace avx512 {
 extern const CpuKernelTable table;
 }
+namespace avx512_amx {
+extern const CpuKernelTable table;
+}
 namespace avx512_bf16 {
 extern const CpuKernelTable table;
 }

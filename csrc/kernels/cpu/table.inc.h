@@ -4,6 +4,7 @@
 #include "kernels/cpu/attention_backward_backward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
 #include "kernels/cpu/attention_jvp.inc.h"
+#include "kernels/cpu/forward_source.inc.h"
 #include "kernels/cpu/head_gradient.inc.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/mask_gradient.inc.h"
@@ -15,16 +16,7 @@ namespace qkv::kernels::QKV_ISA {
 template <class T>
 constexpr CpuKernels<T> make_kernels() {
   return {
-      {
-          forward_units<T>,
-          forward_scratch_bytes<ForwardSource<T>, T>,
-          forward_partial_size<T>,
-          [](const ForwardParams<T>&) -> int64_t { return 0; },
-          forward_reads_16_bits<T>,
-          nullptr,
-          attention_forward<ForwardSource<T>, T>,
-          merge_forward<T>,
-      },
+      make_forward_kernels<ForwardSource<T>>(),
       backward_row_tiles<T>,
       backward_scratch_bytes<T>,
       partial_grad_query_size<T>,

@@ -1,0 +1,264 @@
+#pragma once
+
+#include "kernels/cpu/amx_tiles.h"
+#include "kernels/cpu/bfloat16_tile.inc.h"
+
+// The products of a forward tile in bfloat16 by AMX, which has the same form as the rest of the
+// tile: rows of Q are columns of its matrices.
+//
+//     S[keys][rows] = scale · (K · Qᵀ)      A = K, B = Qᵀ in pairs of its columns
+//     Oᵀ[Dv][rows] += Vᵀ · P                A = Vᵀ, B = P in pairs of keys, rounded to bfloat16
+//
+// K and Vᵀ are packed once for all tiles of a head, or block by block if there is one tile only.
+// Vᵀ has one row more, of ones: so a row of Oᵀ is the sum of the rounded weights, by which the
+// output is divided in the end, as in bfloat16_source.inc.h.
+
+namespace qkv::kernels::QKV_ISA {
+
+/// K and V of some keys of a head as AMX takes them, with Vᵀ cut into blocks of kTileDepth keys.
+struct PackedKeys {
+  BFloat16* keys;      // [keys + 15][D, filled up with zeros]: 16 rows can be read from any key on
+  BFloat16* values_t;  // [block][Dv, ones, filled up with zeros][key]; 0 for what is not finite
+  uint8_t* poisoned;   // [block]: whether something was not
+
+  static int64_t depth(const Problem<float>& p) {
+    return (p.head_dim + kTileDepth - 1) / kTileDepth * kTileDepth;
+  }
+  static int64_t out_rows(const Problem<float>& p) {
+    return p.value_dim / kTileRows * kTileRows + kTileRows;
+  }
+  static int64_t blocks(int64_t keys) { return (keys + kTileDepth - 1) / kTileDepth; }
+
+  static int64_t bytes(const Problem<float>& p, int64_t keys) {
+    const int64_t numbers =
+        (keys + kTileRows - 1) * depth(p) + blocks(keys) * kTileDepth * out_rows(p);
+    return numbers * static_cast<int64_t>(sizeof(BFloat16)) + (blocks(keys) + 63) / 64 * 64;
+  }
+  static PackedKeys in(const Problem<float>& p, int64_t keys, void* memory) {
+    PackedKeys x;
+    x.keys = static_cast<BFloat16*>(memory);
+    x.values_t = x.keys + (keys + kTileRows - 1) * depth(p);
+    x.poisoned = reinterpret_cast<uint8_t*>(x.values_t + blocks(keys) * kTileDepth * out_rows(p));
+    return x;
+  }
+
+  void pack_keys(const Problem<float>& p, const BFloat16* from, int64_t count) const {
+    for (int64_t k = 0; k < count; ++k) {
+      for (int64_t d = 0; d < p.head_dim; d += kTileDepth) {
+        const int64_t left = p.head_dim - d;
+        const auto columns = left < kTileDepth ? (__mmask32(1) << left) - 1 : ~__mmask32(0);
+        _mm512_storeu_si512(keys + k * depth(p) + d,
+                            _mm512_maskz_loadu_epi16(columns, from + k * p.key.row_stride + d));
+      }
+    }
+  }
+
+  void pack_values(const Problem<float>& p, const BFloat16* from, int64_t count) const {
+    for (int64_t b = 0; b < blocks(count); ++b) {
+      const int64_t left = count - b * kTileDepth;
+      bool all_finite = true;
+      for (int64_t d = 0; d < out_rows(p); d += kTileRows) {
+        all_finite &= pack_tile_of_values(p, from + b * kTileDepth * p.value.row_stride, left, d,
+                                          values_t + (b * out_rows(p) + d) * kTileDepth);
+      }
+      poisoned[b] = !all_finite;
+    }
+  }
+
+ private:
+  /// Columns d .. d + 16 of at most 32 keys. False if something is not finite.
+  static bool pack_tile_of_values(const Problem<float>& p, const BFloat16* from, int64_t count,
+                                  int64_t d, BFloat16* to) {
+    const int64_t row = p.value.row_stride, columns = p.value_dim - d;
+    const auto exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 non_finite = 0;
+    __m512 square[kTileRows];
+    for (auto& line : square) line = _mm512_setzero_ps();
+    for (int64_t pair = 0; pair < (columns > 0 ? kTileRows : 0); ++pair) {
+      const BFloat16* first = from + 2 * pair * row + d;
+      const auto x = interleaved(2 * pair < count ? first : nullptr,
+                                 2 * pair + 1 < count ? first + row : nullptr, columns);
+      const auto lost = _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
+      non_finite |= lost;
+      square[pair] = _mm512_castsi512_ps(_mm512_maskz_mov_epi16(~lost, x));
+    }
+    if (columns > 0) transpose<float>(square);
+    for (int c = 0; c < kTileRows; ++c) {
+      const auto line = c == columns ? _mm512_set1_epi16(0x3f80) : _mm512_castps_si512(square[c]);
+      _mm512_storeu_si512(to + c * kTileDepth, line);
+    }
+    return non_finite == 0;
+  }
+};
+
+class AmxSource {
+ public:
+  using Real = float;
+  using S = Simd<float>;
+  static constexpr int kRows = kForwardRows<float>;
+  static constexpr bool kRoundsWeights = true;
+  static constexpr bool kTakesFewRows = false;
+
+  static bool reads_16_bits(const Problem<float>& p) { return multiplies_in_bfloat16(p); }
+
+  static int64_t out_rows(const Problem<float>& p) { return PackedKeys::out_rows(p); }
+
+  /// K and V of one key/value head, if that has several tiles.
+  static int64_t prepared_bytes(const Problem<float>& p) {
+    return rows_of_kv_head(p) > kRows ? PackedKeys::bytes(p, p.keys) : 0;
+  }
+  static void prepare(const Problem<float>& p, const RowTile<1>& tile, void* prepared) {
+    const auto packed = PackedKeys::in(p, p.keys, prepared);
+    packed.pack_keys(p, tile.stored_keys_of_head<BFloat16>(p.key), p.keys);
+    packed.pack_values(p, tile.stored_keys_of_head<BFloat16>(p.value), p.keys);
+  }
+
+  static int64_t scratch_bytes(const Problem<float>& p) {
+    const int64_t numbers = query_pairs(p) + (kWeightKeys / 2 + 2 * kTileRows) * kRows;
+    return numbers * int64_t{sizeof(float)} + PackedKeys::bytes(p, kWeightKeys);
+  }
+
+  AmxSource(const ForwardParams<float>& params, const RowTile<kRows>& tile, void* scratch)
+      : p_(params.problem),
+        keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
+        values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
+        query_t_(static_cast<BFloat16Pair*>(scratch)),
+        weights_(query_t_ + query_pairs(p_)),
+        products_(reinterpret_cast<float*>(weights_ + kWeightKeys / 2 * kRows)) {
+    is_prepared_ = prepared_bytes(p_) > 0;
+    packed_ = is_prepared_ ? PackedKeys::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
+                           : PackedKeys::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
+    pack_query_pairs(p_, tile, query_t_);
+  }
+
+  /// While vectors finish the scores of 16 keys, those of the next 16 are multiplied, and a share
+  /// of the values of the block before: a product of two tiles, then some keys, and so on, for the
+  /// processor looks only so far ahead for what it can do at once.
+  template <int kVectors, class Finish>
+  QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) {
+    const int64_t depth = PackedKeys::depth(p_);
+    if (!is_prepared_) packed_.pack_keys(p_, keys_ + first_key * p_.key.row_stride, keys);
+    const BFloat16* packed = packed_.keys + (is_prepared_ ? first_key * depth : 0);
+    const auto product_of = [&](int k) __attribute__((always_inline)) {
+      return TileProduct<kVectors>(depth / kTileDepth, {packed + k * depth, depth, kTileDepth},
+                                   {query_t_ + first_row, kRows}, product(k), kRows, false);
+    };
+    const auto scale = S::set(p_.scale);
+    product_of(0).finish();
+    const int tiles = (keys + kTileRows - 1) / kTileRows;
+    for (int t = 0; t < tiles; ++t) {
+      const int first = t * kTileRows, end = first + kTileRows < keys ? first + kTileRows : keys;
+      const bool has_next = t + 1 < tiles;
+      auto next = product_of(first + kTileRows);
+      // Of Oᵀ whole rows of tiles: next needs the accumulators.
+      const int64_t rows_of_tiles = (values_left_ + tiles - t - 1) / (tiles - t);
+      const int64_t of_next = has_next ? next.products() : 0;
+      const int64_t products = of_next + rows_of_tiles * values_product_.products();
+      int64_t done = 0;
+      for (int k = first; k < end; ++k) {
+        for (; done * (end - first) < products * (k + 1 - first); ++done) {
+          if (done < of_next) {
+            next.advance();
+          } else {
+            advance_values();
+          }
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          finish(k, v, S::load(product(k) + v * S::kWidth) * scale);
+        }
+      }
+    }
+  }
+
+  /// bits is nullptr if all pairs are kept. out_t has the sum of the weights after its Dv rows. The
+  /// product may be put off: see scores.
+  template <int kVectors>
+  void add_values(int64_t first_key, int keys, int first_row, const float* weights,
+                  const uint8_t* bits, float* out_t) {
+    const int64_t first_block = first_key / kTileDepth, rows = out_rows(p_);
+    const int64_t blocks = PackedKeys::blocks(first_key + keys) - first_block;
+    const BFloat16* values_t = packed_.values_t;
+    const uint8_t* poisoned = packed_.poisoned;
+    if (is_prepared_) {
+      values_t += first_block * rows * kTileDepth;
+      poisoned += first_block;
+    } else {
+      const int64_t first = first_block * kTileDepth, left = p_.keys - first;
+      packed_.pack_values(p_, values_ + first * p_.value.row_stride,
+                          left < blocks * kTileDepth ? left : blocks * kTileDepth);
+    }
+    round_block<kVectors>(first_key % kTileDepth, keys, blocks, first_row, weights);
+    TileProduct<kVectors> product(blocks, {values_t, kTileDepth, rows * kTileDepth},
+                                  {weights_ + first_row, kRows}, out_t, kRows, true);
+    if constexpr (kVectors == kForwardVectors) {
+      values_product_ = product;
+      values_left_ = rows / kTileRows;
+    } else {
+      for (int64_t d = 0; d < rows; d += kTileRows) {
+        product.finish();
+        product.move(kTileRows * kTileDepth, kTileRows * kRows);
+      }
+    }
+    for (int64_t b = 0; b < blocks; ++b) {
+      if (poisoned[b] == 0) continue;
+      add_non_finite<kVectors, kRows>(p_, keys, values_ + first_key * p_.value.row_stride, weights,
+                                      bits, out_t);
+      return;
+    }
+  }
+
+  /// After the last block.
+  void finish_values() {
+    while (values_left_ > 0) advance_values();
+  }
+
+ private:
+  /// Blocks of weights begin and end where those of Vᵀ do.
+  static constexpr int kWeightKeys = kForwardBlockKeys + kTileDepth;
+
+  /// Where the scores of key k of a block go, beside those of the 16 before or after.
+  float* product(int k) const { return products_ + k % (2 * kTileRows) * kRows; }
+
+  QKV_INLINE void advance_values() {
+    values_product_.advance();
+    if (!values_product_.is_done()) return;
+    values_product_.move(kTileRows * kTileDepth, kTileRows * kRows);
+    --values_left_;
+  }
+
+  /// Weights of `keys` keys to weights_, `before` keys after the beginning of `blocks` blocks of
+  /// Vᵀ, with zeros around them.
+  template <int kVectors>
+  void round_block(int64_t before, int keys, int64_t blocks, int first_row,
+                   const float* weights) const {
+    BFloat16Pair* to = weights_ + first_row;
+    const auto set_to_zero = [to](int64_t first, int64_t end) {
+      for (int64_t pair = first; pair < end; ++pair) {
+        for (int v = 0; v < kVectors; ++v) {
+          _mm512_storeu_si512(to + pair * kRows + v * S::kWidth, _mm512_setzero_si512());
+        }
+      }
+    };
+    set_to_zero(0, before / 2);
+    round_weights<kVectors, kRows>(keys, weights, to + before / 2 * kRows,
+                                   [](int, Simd<BFloat16Pair>::Factor) {});
+    set_to_zero((before + keys + 1) / 2, blocks * kTileDepth / 2);
+  }
+
+  const Problem<float>& p_;
+  TileRegisters registers_;
+  const BFloat16* keys_;
+  const BFloat16* values_;
+  bool is_prepared_;  // packed_ is of the whole head, else of a block
+  PackedKeys packed_;
+  BFloat16Pair* query_t_;  // [D / 2][rows]
+  BFloat16Pair* weights_;  // [keys / 2][rows], of a block
+  float* products_;        // [2][16 keys][rows]
+
+  // Oᵀ += Vᵀ · P of the block before, from the row of tiles that it has come to.
+  TileProduct<kForwardVectors> values_product_{0, {}, {}, nullptr, kRows, true};
+  int64_t values_left_ = 0;  // rows of tiles
+};
+
+}  // namespace qkv::kernels::QKV_ISA
