@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "cuda/gradients.h"
 #include "cuda/operands.h"
 #include "cuda/stream.h"
 #include "kernels/cuda/simt/tasks.h"
@@ -14,11 +15,6 @@ namespace qkv::cuda {
 namespace {
 
 constexpr const char* kOp = "qkv::_attention_backward";
-
-template <class T>
-T* numbers_of(const Tensor& x) {
-  return x.defined() ? static_cast<T*>(x.data_ptr()) : nullptr;
-}
 
 template <class T>
 void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
@@ -39,24 +35,11 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   params.lse = static_cast<const T*>(lse.const_data_ptr());
   params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
   params.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
-  const Tensor delta = at::empty_like(lse);
-  const Tensor slope_gradient = needs[4] ? at::empty_like(lse) : Tensor();
-  // One number for each (batch.., Hq).
-  auto heads = lse.sizes().vec();
-  heads.pop_back();
-  const auto numbers_of_heads = [&](bool needed) {
-    return needed ? at::empty(heads, lse.options().dtype(at::kDouble)) : Tensor();
-  };
-  const Tensor slopes = numbers_of_heads(needs[4]), sinks = numbers_of_heads(needs[5]);
-  task.delta = numbers_of<T>(delta);
-  params.slope_gradient_of_rows = numbers_of<T>(slope_gradient);
-  task.grad_slopes = numbers_of<double>(slopes);
-  task.grad_sinks = numbers_of<double>(sinks);
+  const SumsOfRows<T> sums(lse, needs, task);
 
   const Stream stream(x.query);
   check(kOp, kernels::simt::attention_backward(task, stream.get()));
-  if (needs[4]) grads[4].copy_(slopes.sum_to_size(grads[4].sizes()));
-  if (needs[5]) grads[5].copy_(sinks.sum_to_size(grads[5].sizes()));
+  sums.put(grads);
 }
 
 TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_out,

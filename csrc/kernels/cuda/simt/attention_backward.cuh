@@ -1,8 +1,7 @@
 #pragma once
 
-#include "kernels/cuda/simt/product.cuh"
-#include "kernels/cuda/simt/score.cuh"
 #include "kernels/cuda/simt/tasks.h"
+#include "kernels/cuda/simt/weights.cuh"
 
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2) without atomics: each number
 // of a gradient has one owner that sums its terms in order, at the price of P and dS computed
@@ -18,63 +17,30 @@
 
 namespace qkv::kernels::simt {
 
-constexpr int kBackwardOwn = 4;
-static_assert(kBackwardOwn == 4 && kOthersOfThread == 4, "a thread has 4 x 4 pairs");
-constexpr int kBackwardRows = kSide * kBackwardOwn;
-
 /// What the backward knows of a tile's rows, in shared memory.
 template <class T>
-struct BackwardRows {
-  RowTile tile;
-  T* lse;
-  T* lse_rest;
+struct BackwardRows : WeightRows<T> {
   T* delta;
   int64_t* query_offsets;
   int64_t* grad_out_offsets;
 
   template <int kRows>
   static QKV_INLINE BackwardRows in(SharedMemory& shared) {
-    BackwardRows rows;
-    rows.tile = RowTile::in<kRows>(shared);
-    rows.lse = shared.take<T>(kRows);
-    rows.lse_rest = shared.take<T>(kRows);
-    rows.delta = shared.take<T>(kRows);
-    rows.query_offsets = shared.take<int64_t>(kRows);
-    rows.grad_out_offsets = shared.take<int64_t>(kRows);
-    return rows;
+    return {WeightRows<T>::template in<kRows>(shared), shared.take<T>(kRows),
+            shared.take<int64_t>(kRows), shared.take<int64_t>(kRows)};
   }
 
-  /// With barriers before and after.
-  template <int kRows, class Query, class GradOut>
+  /// As WeightRows::load.
+  template <int kRows, class... Operands>
   QKV_DEVICE void load(const BackwardTask<T>& task, int64_t batch, const PackedRows& packed,
-                       int64_t first, const Query& query, const GradOut& grad_out) const {
+                       int64_t first, const Operands&... operands) const {
     const BackwardParams<T>& params = task.backward;
-    device::barrier();
-    tile.load<kRows>(params.problem, packed, first, query.offsets, grad_out.offsets);
+    WeightRows<T>::template load<kRows>(params.problem, params.lse, params.lse_rest, batch, packed,
+                                        first, operands...);
     for (int r = device::thread(); r < kRows; r += kThreads) {
-      // A row that keeps nothing, or only scores that overflowed, has lse = -inf: P = 0 with inf.
-      T of_row = infinity<T>(), rest = T(0), delta_of_row = T(0);
-      if (first + r < packed.count) {
-        const int64_t scalar =
-            (batch * params.problem.query_heads + packed.head(first + r)) * params.problem.queries +
-            packed.query(first + r);
-        const T x = device::load_global(params.lse + scalar);
-        if (x != -infinity<T>()) of_row = x;
-        rest = device::load_global(params.lse_rest + scalar);
-        delta_of_row = device::load_global(task.delta + scalar);
-      }
-      device::store_shared(lse + r, of_row);
-      device::store_shared(lse_rest + r, rest);
-      device::store_shared(delta + r, delta_of_row);
+      device::store_shared(
+          delta + r, scalar_of_row<T>(params.problem, task.delta, batch, packed, first + r, T(0)));
     }
-    device::barrier();
-  }
-
-  /// P of a score that is kept.
-  QKV_DEVICE T probability(int r, T score) const {
-    // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
-    return natural_exp(
-        minimum(T(0), score - device::load_shared(lse + r) - device::load_shared(lse_rest + r)));
   }
 };
 
@@ -89,14 +55,12 @@ QKV_DEVICE uint32_t through_softmax(const Scores<T>& scores, const BackwardRows<
                                     int64_t first_key, int rows, int keys, bool partial,
                                     T drop_scale, T (&s)[kBackwardOwn][kOthersOfThread],
                                     T (&g)[kBackwardOwn][kOthersOfThread], T* slope_sums) {
-  const int row_of_thread = (kOwnsKeys ? thread_x() : thread_y()) * 4;
-  const int key_of_thread = (kOwnsKeys ? thread_y() : thread_x()) * 4;
   if (!partial && !scores.changes() && !scores.drops()) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int r = row_of_thread + (kOwnsKeys ? j : i);
+        const int r = kOwnsKeys ? thread_x() * 4 + j : thread_y() * 4 + i;
         s[i][j] = table.probability(r, s[i][j]);
         g[i][j] = s[i][j] * (g[i][j] - device::load_shared(table.delta + r));
       }
@@ -104,57 +68,27 @@ QKV_DEVICE uint32_t through_softmax(const Scores<T>& scores, const BackwardRows<
     return 0xffffffff;
   }
   T pairs[16], products[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    pairs[i] = s[i / 4][i % 4];
-    products[i] = g[i / 4][i % 4];
-  }
-  uint32_t kept = 0, stays = 0xf;
-  for_each_pair<4, kOwnsKeys>([&](int row, int key, int pair) {
-    const int r = row_of_thread + row, k = key_of_thread + key;
-    if (scores.drops() && key == 0 && r < rows) {
-      stays = scores.stays(table.tile, r, first_key + key_of_thread);
-    }
-    T score = pairs[pair], cap_slope;
-    T used = T(0), ds = T(0);
-    if (r < rows && k < keys && scores.modify(table.tile, r, first_key + k, score, cap_slope)) {
-      const T probability = table.probability(r, score);
-      const bool stays_here = stays >> key & 1;
-      const T dp = stays_here ? products[pair] * drop_scale : T(0);
-      used = stays_here ? probability * drop_scale : T(0);
-      ds = probability * (dp - device::load_shared(table.delta + r));
-      if (slope_sums != nullptr) {
-        slope_sums[row] -= ds * scores.distance(table.tile, r, first_key + k);
-      }
-      if (!kOfScores) ds *= cap_slope;
-      kept |= 1u << pair;
-    }
-    pairs[pair] = used;
-    products[pair] = ds;
-  });
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    s[i / 4][i % 4] = pairs[i];
-    g[i / 4][i % 4] = products[i];
-  }
+  copy_pairs(s, pairs);
+  copy_pairs(g, products);
+  const uint32_t kept = for_each_kept_pair<kOwnsKeys>(
+      scores, table.tile, first_key, rows, keys, pairs, [&](const KeptPair<T>& x) {
+        const T weight = table.probability(x.r, x.score);
+        const T dp = x.stays ? products[x.number] * drop_scale : T(0);
+        T ds = weight * (dp - device::load_shared(table.delta + x.r));
+        if (slope_sums != nullptr) {
+          slope_sums[x.row] -= ds * scores.distance(table.tile, x.r, x.key);
+        }
+        if (!kOfScores) ds *= T(1) - x.cap * x.cap;
+        pairs[x.number] = x.stays ? weight * drop_scale : T(0);
+        products[x.number] = ds;
+      });
+  copy_kept_pairs(kept, pairs, s);
+  copy_kept_pairs(kept, products, g);
   return kept;
 }
 
 template <class T, int kColumns>
-struct BackwardShared {
-  T* stages;
-  T* numbers;      // [64 others][own], P and then dU
-  uint32_t* kept;  // of each thread
-  BackwardRows<T> rows;
-  SharedMemory memory;
-
-  explicit QKV_INLINE BackwardShared(char* begin) : memory(begin) {
-    stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kColumns>);
-    numbers = memory.take<T>(kOthers * kOwnStep<kBackwardOwn>);
-    kept = memory.take<uint32_t>(kThreads);
-    rows = BackwardRows<T>::template in<kBackwardRows>(memory);
-  }
-};
+using BackwardShared = WeightShared<T, kColumns, BackwardRows<T>>;
 
 /// delta of each row, a warp a row. An output of zeros is that of a row without keys, whose
 /// incoming gradient may be NaN.
@@ -190,6 +124,37 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
   }
 }
 
+/// A block's columns of grad_query, without the scale; and sums for the slopes, of its 16 threads
+/// that share rows.
+template <class Element, int kColumns>
+QKV_DEVICE void write_query_gradient(const BackwardParams<Real<Element>>& params, int64_t batch,
+                                     const RowTile& tile, int rows, int64_t chunk,
+                                     const Real<Element> (&grad)[kBackwardOwn][kColumns],
+                                     const Real<Element> (&slope_gradient)[kBackwardOwn]) {
+  using T = Real<Element>;
+  const Problem<T>& p = params.problem;
+  Element* grad_query = batch_of<Element>(p, params.grad_query, batch);
+#pragma unroll
+  for (int i = 0; i < kBackwardOwn; ++i) {
+    const int r = thread_y() * kBackwardOwn + i;
+    const T slope_gradient_of_row = sum_of_lanes<kSide>(slope_gradient[i]);
+    if (r >= rows) continue;
+    if (params.slope_gradient_of_rows != nullptr && chunk == 0 && thread_x() == 0) {
+      device::store_global(params.slope_gradient_of_rows + tile.scalar(p, batch, r),
+                           slope_gradient_of_row);
+    }
+    if (params.grad_query.data == nullptr) continue;
+    Element* row = tile.row(grad_query, params.grad_query, r);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int64_t column = chunk * (kSide * kColumns) + column_of_thread(j);
+      if (column < p.head_dim) {
+        store_number(row + column * params.grad_query.column_stride, p.scale * grad[i][j]);
+      }
+    }
+  }
+}
+
 template <class Element, int kColumns>
 QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t unit) {
   using T = Real<Element>;
@@ -208,7 +173,9 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets);
   const auto grad_out =
       TileRows<Element>::of(p, params.grad_out, batch, T(1), table.grad_out_offsets);
+  device::barrier();
   table.template load<kBackwardRows>(task, batch, packed, first_row, query, grad_out);
+  device::barrier();
   const Scores<T> scores(p, batch);
   const int64_t first_query = packed.query(first_row),
                 last_query = packed.query(first_row + rows - 1);
@@ -216,7 +183,6 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   const KeyRange all = keys_of_all(p.band, first_query, last_query, p.keys);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
-  T* slope_gradient_of_rows = params.slope_gradient_of_rows;
   T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
   set_to_zero(grad);
   for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
@@ -229,9 +195,9 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
     multiply_pairs<kBackwardOwn>(grad_out,
                                  TileKeys<Element>::of(p, p.value, batch, kv_head, n, keys),
                                  p.value_dim, shared.stages, g);
-    const uint32_t kept =
-        through_softmax<false, false>(scores, table, n, rows, keys, partial, drop_scale, s, g,
-                                      slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
+    const uint32_t kept = through_softmax<false, false>(
+        scores, table, n, rows, keys, partial, drop_scale, s, g,
+        params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
     store_pairs(g, shared.numbers);
     device::store_shared(shared.kept + device::thread(), kept);
     multiply_columns(OwnTile<T>{shared.numbers, shared.kept, partial},
@@ -239,26 +205,7 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
                      p.head_dim, shared.stages, grad);
   }
 
-  Element* grad_query = batch_of<Element>(p, params.grad_query, batch);
-#pragma unroll
-  for (int i = 0; i < kBackwardOwn; ++i) {
-    const int r = thread_y() * kBackwardOwn + i;
-    slope_gradient[i] = sum_of_lanes<kSide>(slope_gradient[i]);
-    if (r >= rows) continue;
-    if (slope_gradient_of_rows != nullptr && u.chunk == 0 && thread_x() == 0) {
-      device::store_global(slope_gradient_of_rows + table.tile.scalar(p, batch, r),
-                           slope_gradient[i]);
-    }
-    if (params.grad_query.data == nullptr) continue;
-    Element* row = table.tile.row(grad_query, params.grad_query, r);
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      const int64_t column = first_column + column_of_thread(j);
-      if (column < p.head_dim) {
-        store_number(row + column * params.grad_query.column_stride, p.scale * grad[i][j]);
-      }
-    }
-  }
+  write_query_gradient<Element>(params, batch, table.tile, rows, u.chunk, grad, slope_gradient);
 }
 
 template <class Element, int kColumns>
@@ -266,6 +213,28 @@ QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(32 + 4 * kColumns))
 grad_query_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     grad_query_unit<Element, kColumns>(task, unit);
+  }
+}
+
+/// A block's columns of grad_key or grad_value, which has `columns`.
+template <class Element, int kColumns>
+QKV_DEVICE void write_key_gradient(const Problem<Real<Element>>& p,
+                                   const Operand<Real<Element>>& grad, int64_t batch,
+                                   int64_t kv_head, KeyRange keys, int64_t first_column,
+                                   int64_t columns,
+                                   const Real<Element> (&numbers)[kBackwardOwn][kColumns]) {
+  Element* of_head = batch_of<Element>(p, grad, batch) + kv_head * grad.head_stride;
+#pragma unroll
+  for (int i = 0; i < kBackwardOwn; ++i) {
+    const int64_t key = keys.begin + thread_y() * kBackwardOwn + i;
+    if (key >= keys.end) break;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int64_t column = first_column + column_of_thread(j);
+      if (column < columns) {
+        store_number(of_head + key * grad.row_stride + column * grad.column_stride, numbers[i][j]);
+      }
+    }
   }
 }
 
@@ -290,6 +259,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   const int keys = at_most(kBackwardRows, p.keys - first_key);
   const bool need_key = params.grad_key.data != nullptr && first_column < p.head_dim;
   const bool need_value = params.grad_value.data != nullptr && first_column < p.value_dim;
+  if (!need_key && !need_value) return;
 
   const BackwardRows<T>& table = shared.rows;
   const Scores<T> scores(p, batch);
@@ -311,7 +281,9 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
     if (keys_of_any(p.band, first_query, last_query, p.keys).intersection(own).empty()) continue;
     const bool partial = rows < kOthers || keys < kBackwardRows || scores.masks() ||
                          !keys_of_all(p.band, first_query, last_query, p.keys).contains(own);
+    device::barrier();
     table.template load<kOthers>(task, batch, packed, first_row, query, grad_out);
+    device::barrier();
 
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
     multiply_pairs<kBackwardOwn>(key, query, p.head_dim, shared.stages, s);
@@ -333,19 +305,8 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
 
   const auto write = [&](const Operand<T>& grad, int64_t columns,
                          const T(&numbers)[kBackwardOwn][kColumns]) {
-    Element* rows = batch_of<Element>(p, grad, batch) + kv_head * grad.head_stride +
-                    (first_key + thread_y() * kBackwardOwn) * grad.row_stride;
-#pragma unroll
-    for (int i = 0; i < kBackwardOwn; ++i) {
-      if (thread_y() * kBackwardOwn + i >= keys) break;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const int64_t column = first_column + column_of_thread(j);
-        if (column < columns) {
-          store_number(rows + i * grad.row_stride + column * grad.column_stride, numbers[i][j]);
-        }
-      }
-    }
+    write_key_gradient<Element>(p, grad, batch, kv_head, {first_key, first_key + keys},
+                                first_column, columns, numbers);
   };
   if (need_key) write(params.grad_key, p.head_dim, grad_key);
   if (need_value) write(params.grad_value, p.value_dim, grad_value);

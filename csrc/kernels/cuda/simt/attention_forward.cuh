@@ -52,9 +52,9 @@ QKV_DEVICE PairBits modify_pairs(const Scores<T>& scores, const RowTile& tile, i
   for_each_pair<kOwn, false>([&](int row, int key, int pair) {
     const int r = thread_y() * kOwn + row, k = thread_x() * kOthersOfThread + key;
     if (scores.drops() && key == 0 && r < rows) stays = scores.stays(tile, r, first_key + k);
-    T cap_slope;
+    T cap;
     const bool keep =
-        r < rows && k < keys && scores.modify(tile, r, first_key + k, pairs[pair], cap_slope);
+        r < rows && k < keys && scores.modify(tile, r, first_key + k, pairs[pair], cap);
     if (!keep) pairs[pair] = -infinity<T>();
     bits.kept |= static_cast<uint32_t>(keep) << pair;
     bits.stays |= (stays >> key & 1) << pair;

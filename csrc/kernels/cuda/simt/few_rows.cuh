@@ -102,9 +102,8 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
     uint32_t kept[kRows], kept_by_any = 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      T cap_slope;
-      const bool keep =
-          r < rows && lane < keys && scores.modify(tile, r, n + lane, weight[r], cap_slope);
+      T cap;
+      const bool keep = r < rows && lane < keys && scores.modify(tile, r, n + lane, weight[r], cap);
       if (!keep) weight[r] = -infinity<T>();
       kept[r] = device::ballot(keep);
       kept_by_any |= kept[r];

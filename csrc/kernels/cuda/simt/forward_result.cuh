@@ -69,10 +69,7 @@ class ForwardResult {
       return head * to.head_stride + query * to.row_stride + column * to.column_stride;
     };
     store_number(out_ + at(task_.forward.out), x);
-    if constexpr (sizeof(Element) == 2) {
-      const Element nearest = rounded(x, out_);
-      store_number(rest_ + at(task_.out_rest), x - static_cast<T>(nearest));
-    }
+    if constexpr (sizeof(Element) == 2) store_rest(rest_ + at(task_.out_rest), x);
   }
 
   QKV_DEVICE void write_lse(int64_t head, int64_t query, T max, T sum) const {

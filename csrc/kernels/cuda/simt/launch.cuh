@@ -121,31 +121,52 @@ int launch_grad_key(const BackwardTask<Real<Element>>& task, void* stream) {
 }
 
 template <class Element>
+int launch_delta(const BackwardTask<Real<Element>>& task, void* stream) {
+  const auto& p = task.backward.problem;
+  const int64_t rows = p.batch * p.query_heads * p.queries;
+  return device::launch("delta", delta_kernel<Element>, blocks_of(ceil_divide(rows, kWarps)),
+                        kThreads, 0, stream, task, rows);
+}
+
+template <class Element>
+int launch_head_gradient(const BackwardTask<Real<Element>>& task, void* stream) {
+  const auto& p = task.backward.problem;
+  const int64_t units = p.batch * p.query_heads;
+  return device::launch("head_gradient", head_gradient_kernel<Element>, blocks_of(units), kThreads,
+                        kThreads * sizeof(double), stream, task, units);
+}
+
+template <class T>
+bool needs_grad_query(const BackwardParams<T>& params) {
+  return params.grad_query.data != nullptr || params.slope_gradient_of_rows != nullptr;
+}
+template <class T>
+bool needs_grad_key(const BackwardParams<T>& params) {
+  return params.grad_key.data != nullptr || params.grad_value.data != nullptr;
+}
+
+template <class Element>
 int run_backward(const BackwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
-  const int64_t rows = p.batch * p.query_heads * p.queries;
-  int error = device::launch("delta", delta_kernel<Element>, blocks_of(ceil_divide(rows, kWarps)),
-                             kThreads, 0, stream, task, rows);
-  if (error == 0 &&
-      (params.grad_query.data != nullptr || params.slope_gradient_of_rows != nullptr)) {
+  int error = launch_delta<Element>(task, stream);
+  if (error == 0 && needs_grad_query(params)) {
     error = p.head_dim <= 64 ? launch_grad_query<Element, 4>(task, stream)
                              : launch_grad_query<Element, 8>(task, stream);
   }
-  if (error == 0 && (params.grad_key.data != nullptr || params.grad_value.data != nullptr)) {
-    error = p.head_dim <= 64 && p.value_dim <= 64 ? launch_grad_key<Element, 4>(task, stream)
-                                                  : launch_grad_key<Element, 8>(task, stream);
+  if (error == 0 && needs_grad_key(params)) {
+    error = widest_gradient(p) <= 64 ? launch_grad_key<Element, 4>(task, stream)
+                                     : launch_grad_key<Element, 8>(task, stream);
   }
   if (error == 0 && task.grad_mask.data != nullptr) {
     const int64_t units = MaskUnits::of(p, task.grad_mask).count();
-    error = device::launch("mask_gradient", mask_gradient_kernel<Element>, blocks_of(units),
-                           kThreads, shared_bytes<MaskGradientShared<T>>(), stream, task, units);
+    error =
+        device::launch("mask_gradient", mask_gradient_kernel<Element>, blocks_of(units), kThreads,
+                       shared_bytes<MaskGradientShared<T, BackwardRows<T>>>(), stream, task, units);
   }
   if (error == 0 && (task.grad_slopes != nullptr || task.grad_sinks != nullptr)) {
-    const int64_t units = p.batch * p.query_heads;
-    error = device::launch("head_gradient", head_gradient_kernel<Element>, blocks_of(units),
-                           kThreads, kThreads * sizeof(double), stream, task, units);
+    error = launch_head_gradient<Element>(task, stream);
   }
   return error;
 }

@@ -31,27 +31,34 @@ struct MaskUnits {
   QKV_INLINE int64_t count() const { return batches * heads * row_tiles * key_tiles; }
 };
 
-template <class T>
+/// What a block has in shared memory. Rows are WeightRows and more.
+template <class T, class Rows>
 struct MaskGradientShared {
   T* stages;
   T* sums;  // [16][64]
-  BackwardRows<T> rows;
+  Rows rows;
   SharedMemory memory;
 
   explicit QKV_INLINE MaskGradientShared(char* begin) : memory(begin) {
     stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kOthersOfThread>);
     sums = memory.take<T>(kSide * kOthers);
-    rows = BackwardRows<T>::template in<kBackwardRows>(memory);
+    rows = Rows::template in<kBackwardRows>(memory);
   }
 };
 
-template <class Element>
-QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int64_t unit) {
-  using T = Real<Element>;
-  const BackwardParams<T>& params = task.backward;
-  const Problem<T>& p = params.problem;
-  const Operand<T>& mask = task.grad_mask;
-  const MaskGradientShared<T> shared(device::shared_memory());
+/// A tile of rows of one head, and the keys of a unit that it sees.
+struct MaskRows {
+  int64_t batch;
+  int64_t head;
+  int64_t first_row;
+  int rows;
+  KeyRange keys;
+};
+
+/// add(MaskRows, sum) adds what these rows have of each element of the mask, by its thread.
+template <class T, class Add>
+QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t unit,
+                              T* sums_of_threads, Add add) {
   const MaskUnits units = MaskUnits::of(p, mask);
   const int64_t key_tile = unit % units.key_tiles;
   unit /= units.key_tiles;
@@ -60,7 +67,6 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
   const int64_t mask_head = unit % units.heads, mask_batch = unit / units.heads;
 
   const bool every_row = mask.row_stride == 0, every_key = mask.column_stride == 0;
-  const int64_t group = p.query_heads / p.kv_heads;
   const int64_t summed_batches = p.batch / units.batches;
   const int64_t first_head = mask.head_stride != 0 ? mask_head : 0;
   const int64_t end_head = mask.head_stride != 0 ? mask_head + 1 : p.query_heads;
@@ -68,42 +74,17 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
   const int64_t end_row = every_row ? p.queries : begin_row + 1;
   const int64_t begin_key = key_tile * kOthers;
   const int64_t end_key = every_key || begin_key + kOthers > p.keys ? p.keys : begin_key + kOthers;
-  const BackwardRows<T>& table = shared.rows;
-  const T drop_scale = dropout_scale<T>(p.dropout);
 
   T sum[kBackwardOwn][kOthersOfThread];
   set_to_zero(sum);
   for (int64_t b = 0; b < summed_batches; ++b) {
     const int64_t batch = batch_of_mask(p, mask, mask_batch, b);
-    const Scores<T> scores(p, batch);
-    const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets);
-    const auto grad_out =
-        TileRows<Element>::of(p, params.grad_out, batch, T(1), table.grad_out_offsets);
     for (int64_t head = first_head; head < end_head; ++head) {
-      const PackedRows packed{head, 1, p.queries};
       for (int64_t row = begin_row; row < end_row; row += kBackwardRows) {
         const int rows = at_most(kBackwardRows, p.queries - row);
-        const KeyRange range =
+        const KeyRange keys =
             keys_of_any(p.band, row, row + rows - 1, p.keys).intersection({begin_key, end_key});
-        if (range.empty()) continue;
-        table.template load<kBackwardRows>(task, batch, packed, row, query, grad_out);
-        for (int64_t n = range.begin - range.begin % kOthers; n < range.end; n += kOthers) {
-          const int keys = at_most(kOthers, end_key - n);
-          T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
-          multiply_pairs<kBackwardOwn>(
-              query, TileKeys<Element>::of(p, p.key, batch, head / group, n, keys), p.head_dim,
-              shared.stages, s);
-          multiply_pairs<kBackwardOwn>(
-              grad_out, TileKeys<Element>::of(p, p.value, batch, head / group, n, keys),
-              p.value_dim, shared.stages, g);
-          through_softmax<false, true>(scores, table, n, rows, keys, true, drop_scale, s, g,
-                                       static_cast<T*>(nullptr));
-#pragma unroll
-          for (int i = 0; i < kBackwardOwn; ++i) {
-#pragma unroll
-            for (int j = 0; j < kOthersOfThread; ++j) sum[i][j] += g[i][j];
-          }
-        }
+        if (!keys.empty()) add(MaskRows{batch, head, row, rows, keys}, sum);
       }
     }
   }
@@ -118,8 +99,9 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
     device::barrier();
 #pragma unroll
     for (int j = 0; j < kOthersOfThread; ++j) {
-      device::store_shared(shared.sums + thread_y() * kOthers + thread_x() * kOthersOfThread + j,
-                           (sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]));
+      device::store_shared(
+          sums_of_threads + thread_y() * kOthers + thread_x() * kOthersOfThread + j,
+          (sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]));
     }
     device::barrier();
   }
@@ -137,7 +119,7 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
       T x = sum[i][j];
       if (every_row) {
         x = T(0);
-        for (int y = 0; y < kSide; ++y) x += device::load_shared(shared.sums + y * kOthers + k);
+        for (int y = 0; y < kSide; ++y) x += device::load_shared(sums_of_threads + y * kOthers + k);
       }
       device::store_global(
           of_head + (begin_row + r) * mask.row_stride + (begin_key + k) * mask.column_stride, x);
@@ -146,11 +128,60 @@ QKV_DEVICE void mask_gradient_unit(const BackwardTask<Real<Element>>& task, int6
   device::barrier();
 }
 
+template <class T>
+QKV_DEVICE void add_pairs(const T (&x)[kBackwardOwn][kOthersOfThread],
+                          T (&sum)[kBackwardOwn][kOthersOfThread]) {
+#pragma unroll
+  for (int i = 0; i < kBackwardOwn; ++i) {
+#pragma unroll
+    for (int j = 0; j < kOthersOfThread; ++j) sum[i][j] += x[i][j];
+  }
+}
+
+/// sum += dS of a tile.
+template <class Element>
+QKV_DEVICE void add_score_gradients(
+    const BackwardTask<Real<Element>>& task, const MaskRows& tile,
+    const MaskGradientShared<Real<Element>, BackwardRows<Real<Element>>>& shared,
+    Real<Element> (&sum)[kBackwardOwn][kOthersOfThread]) {
+  using T = Real<Element>;
+  const BackwardParams<T>& params = task.backward;
+  const Problem<T>& p = params.problem;
+  const int64_t kv_head = tile.head / (p.query_heads / p.kv_heads);
+  const BackwardRows<T>& table = shared.rows;
+  const Scores<T> scores(p, tile.batch);
+  const auto query = TileRows<Element>::of(p, p.query, tile.batch, p.scale, table.query_offsets);
+  const auto grad_out =
+      TileRows<Element>::of(p, params.grad_out, tile.batch, T(1), table.grad_out_offsets);
+  const T drop_scale = dropout_scale<T>(p.dropout);
+  device::barrier();
+  table.template load<kBackwardRows>(task, tile.batch, {tile.head, 1, p.queries}, tile.first_row,
+                                     query, grad_out);
+  device::barrier();
+  for (int64_t n = tile.keys.begin - tile.keys.begin % kOthers; n < tile.keys.end; n += kOthers) {
+    const int keys = at_most(kOthers, tile.keys.end - n);
+    const auto keys_of = [&](const Operand<const T>& x) {
+      return TileKeys<Element>::of(p, x, tile.batch, kv_head, n, keys);
+    };
+    T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
+    multiply_pairs<kBackwardOwn>(query, keys_of(p.key), p.head_dim, shared.stages, s);
+    multiply_pairs<kBackwardOwn>(grad_out, keys_of(p.value), p.value_dim, shared.stages, g);
+    through_softmax<false, true>(scores, table, n, tile.rows, keys, true, drop_scale, s, g,
+                                 static_cast<T*>(nullptr));
+    add_pairs(g, sum);
+  }
+}
+
 template <class Element>
 QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(48))
 mask_gradient_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
+  using T = Real<Element>;
+  const MaskGradientShared<T, BackwardRows<T>> shared(device::shared_memory());
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
-    mask_gradient_unit<Element>(task, unit);
+    sum_over_mask(task.backward.problem, task.grad_mask, unit, shared.sums,
+                  [&](const MaskRows& tile, T(&sum)[kBackwardOwn][kOthersOfThread]) {
+                    add_score_gradients<Element>(task, tile, shared, sum);
+                  });
   }
 }
 

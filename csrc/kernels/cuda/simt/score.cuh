@@ -25,6 +25,21 @@ struct Words {
   }
 };
 
+/// A number of an additive mask.
+template <class T>
+QKV_DEVICE T mask_number(MaskType type, const void* mask, int64_t at) {
+  switch (type) {
+    case MaskType::kFloat64:
+      return static_cast<T>(device::load_global(static_cast<const double*>(mask) + at));
+    case MaskType::kBFloat16:
+      return static_cast<float>(device::load_global(static_cast<const BFloat16*>(mask) + at));
+    case MaskType::kFloat16:
+      return static_cast<float>(device::load_global(static_cast<const Float16*>(mask) + at));
+    default:
+      return static_cast<T>(device::load_global(static_cast<const float*>(mask) + at));
+  }
+}
+
 /// Scores of one batch element.
 template <class T>
 class Scores {
@@ -54,10 +69,11 @@ class Scores {
 
   QKV_DEVICE bool drops() const { return p_.dropout.threshold != 0; }
 
-  /// The score of (row r of the tile, key), which is less than N, from scale · <q, k>, and the
-  /// derivative of the softcap there. False, and neither, if the pair is not kept.
-  QKV_DEVICE bool modify(const RowTile& rows, int r, int64_t key, T& score, T& cap_slope) const {
-    cap_slope = T(1);
+  /// The score of (row r of the tile, key), which is less than N, from scale · <q, k>, and in cap
+  /// the softcap's tanh, or 0 without one: its derivative is 1 - cap². False, and neither, if the
+  /// pair is not kept.
+  QKV_DEVICE bool modify(const RowTile& rows, int r, int64_t key, T& score, T& cap) const {
+    cap = T(0);
     if (key < device::load_shared(rows.begin + r) || key >= device::load_shared(rows.end + r)) {
       return false;
     }
@@ -66,9 +82,8 @@ class Scores {
       return false;
     }
     if (p_.softcap != T(0)) {
-      const T t = hyperbolic_tangent(score / p_.softcap);
-      score = p_.softcap * t;
-      cap_slope = T(1) - t * t;
+      cap = hyperbolic_tangent(score / p_.softcap);
+      score = p_.softcap * cap;
     }
     const int64_t head = device::load_shared(rows.head + r);
     if (p_.attn_mask.type != MaskType::kNone) {
@@ -80,7 +95,7 @@ class Scores {
           return false;
         }
       } else {
-        const T bias = mask_number(at);
+        const T bias = mask_number<T>(p_.attn_mask.type, p_.attn_mask.data, at);
         if (bias == -infinity<T>()) return false;
         score += bias;
       }
@@ -115,23 +130,6 @@ class Scores {
   }
 
  private:
-  QKV_DEVICE T mask_number(int64_t at) const {
-    switch (p_.attn_mask.type) {
-      case MaskType::kFloat64:
-        return static_cast<T>(
-            device::load_global(static_cast<const double*>(p_.attn_mask.data) + at));
-      case MaskType::kBFloat16:
-        return static_cast<float>(
-            device::load_global(static_cast<const BFloat16*>(p_.attn_mask.data) + at));
-      case MaskType::kFloat16:
-        return static_cast<float>(
-            device::load_global(static_cast<const Float16*>(p_.attn_mask.data) + at));
-      default:
-        return static_cast<T>(
-            device::load_global(static_cast<const float*>(p_.attn_mask.data) + at));
-    }
-  }
-
   const Problem<T>& p_;
   int64_t mask_;  // offset of the batch element in attn_mask
   const uint8_t* key_mask_;

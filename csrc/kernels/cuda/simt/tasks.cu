@@ -30,36 +30,37 @@ int64_t forward_partial_size(const ForwardTask<T>& task) {
 template int64_t forward_partial_size(const ForwardTask<float>&);
 template int64_t forward_partial_size(const ForwardTask<double>&);
 
-template <>
-int attention_forward(const ForwardTask<double>& task, void* stream) {
-  return run_forward<double>(task, stream);
-}
-template <>
-int attention_forward(const ForwardTask<float>& task, void* stream) {
-  switch (task.forward.problem.key_value_storage) {
-    case Storage::kBFloat16:
-      return run_forward<BFloat16>(task, stream);
-    case Storage::kFloat16:
-      return run_forward<Float16>(task, stream);
-    default:
-      return run_forward<float>(task, stream);
+/// run(Element()) for the elements that a problem is stored in.
+template <class T, class Run>
+int run_stored(const Problem<T>& problem, Run run) {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    return run(double());
+  } else {
+    switch (problem.key_value_storage) {
+      case Storage::kBFloat16:
+        return run(BFloat16());
+      case Storage::kFloat16:
+        return run(Float16());
+      default:
+        return run(float());
+    }
   }
 }
 
-template <>
-int attention_backward(const BackwardTask<double>& task, void* stream) {
-  return run_backward<double>(task, stream);
+template <class T>
+int attention_forward(const ForwardTask<T>& task, void* stream) {
+  return run_stored(task.forward.problem,
+                    [&](auto element) { return run_forward<decltype(element)>(task, stream); });
 }
-template <>
-int attention_backward(const BackwardTask<float>& task, void* stream) {
-  switch (task.backward.problem.key_value_storage) {
-    case Storage::kBFloat16:
-      return run_backward<BFloat16>(task, stream);
-    case Storage::kFloat16:
-      return run_backward<Float16>(task, stream);
-    default:
-      return run_backward<float>(task, stream);
-  }
+template int attention_forward(const ForwardTask<float>&, void*);
+template int attention_forward(const ForwardTask<double>&, void*);
+
+template <class T>
+int attention_backward(const BackwardTask<T>& task, void* stream) {
+  return run_stored(task.backward.problem,
+                    [&](auto element) { return run_backward<decltype(element)>(task, stream); });
 }
+template int attention_backward(const BackwardTask<float>&, void*);
+template int attention_backward(const BackwardTask<double>&, void*);
 
 }  // namespace qkv::kernels::simt

@@ -86,6 +86,12 @@ QKV_DEVICE void store_number(Element* to, Real<Element> x) {
   device::store_global(to, rounded(x, to));
 }
 
+/// Stores what rounding to an Element takes from x, rounded to one in turn.
+template <class Element>
+QKV_DEVICE void store_rest(Element* to, Real<Element> x) {
+  store_number(to, x - static_cast<Real<Element>>(rounded(x, to)));
+}
+
 /// Hands out a block's shared memory, and on the host adds up how much that is.
 class SharedMemory {
  public:
@@ -124,6 +130,14 @@ QKV_DEVICE Element* batch_of(const Problem<T>& p, const Operand<T>& x, int64_t b
 template <class Element, class T>
 QKV_DEVICE const Element* batch_of(const Problem<T>& p, const Operand<const T>& x, int64_t batch) {
   return reinterpret_cast<const Element*>(x.data) + batch_offset(p, batch, x.batch_stride);
+}
+
+/// What a head of a batch element has one of.
+template <class T>
+QKV_DEVICE T number_of_head(const Problem<T>& p, const HeadNumbers<T>& x, int64_t batch,
+                            int64_t head) {
+  return device::load_global(x.data + batch_offset(p, batch, x.batch_stride) +
+                             head * x.head_stride);
 }
 
 /// Rows of several query heads, interleaved, so that K and V are read once for all heads that share

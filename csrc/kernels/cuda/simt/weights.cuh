@@ -1,0 +1,124 @@
+#pragma once
+
+#include "kernels/cuda/simt/product.cuh"
+#include "kernels/cuda/simt/score.cuh"
+
+// The weights P = exp(S - lse), computed once more from the lse that the forward has left: what all
+// derivatives begin with. Their tiles are 64 x 64, 4 x 4 pairs for each thread, whichever side is
+// the block's own.
+
+namespace qkv::kernels::simt {
+
+constexpr int kBackwardOwn = 4;
+static_assert(kBackwardOwn == 4 && kOthersOfThread == 4, "a thread has 4 x 4 pairs");
+constexpr int kBackwardRows = kSide * kBackwardOwn;
+
+/// A packed row's number in x, (B, Hq, M); `none` after the last row.
+template <class T>
+QKV_DEVICE T scalar_of_row(const Problem<T>& p, const T* x, int64_t batch, const PackedRows& packed,
+                           int64_t row, T none) {
+  if (row >= packed.count) return none;
+  const int64_t head = batch * p.query_heads + packed.head(row);
+  return device::load_global(x + head * p.queries + packed.query(row));
+}
+
+/// The rows of a tile and their lse, in shared memory.
+template <class T>
+struct WeightRows {
+  RowTile tile;
+  T* lse;
+  T* lse_rest;
+
+  template <int kRows>
+  static QKV_INLINE WeightRows in(SharedMemory& shared) {
+    return {RowTile::in<kRows>(shared), shared.take<T>(kRows), shared.take<T>(kRows)};
+  }
+
+  /// From lse and its rest, (B, Hq, M), and what each of `operands`, TileRows, needs of the tile.
+  /// Barriers must come before and after.
+  template <int kRows, class... Operands>
+  QKV_DEVICE void load(const Problem<T>& p, const T* lse_of_rows, const T* rest_of_rows,
+                       int64_t batch, const PackedRows& packed, int64_t first,
+                       const Operands&... operands) const {
+    tile.load<kRows>(p, packed, first, operands.offsets...);
+    for (int r = device::thread(); r < kRows; r += kThreads) {
+      // A row that keeps nothing, or only scores that overflowed, has lse = -inf: P = 0 with inf.
+      const T x = scalar_of_row(p, lse_of_rows, batch, packed, first + r, infinity<T>());
+      device::store_shared(lse + r, x == -infinity<T>() ? infinity<T>() : x);
+      device::store_shared(lse_rest + r,
+                           scalar_of_row(p, rest_of_rows, batch, packed, first + r, T(0)));
+    }
+  }
+
+  /// P of a score that is kept.
+  QKV_DEVICE T probability(int r, T score) const {
+    // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
+    return natural_exp(
+        minimum(T(0), score - device::load_shared(lse + r) - device::load_shared(lse_rest + r)));
+  }
+};
+
+/// What a block has in shared memory. Rows are WeightRows and more.
+template <class T, int kColumns, class Rows>
+struct WeightShared {
+  T* stages;
+  T* numbers;      // [64 others][own]: P, dU, .., in turn
+  uint32_t* kept;  // of each thread
+  Rows rows;
+  SharedMemory memory;
+
+  explicit QKV_INLINE WeightShared(char* begin) : memory(begin) {
+    stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kColumns>);
+    numbers = memory.take<T>(kOthers * kOwnStep<kBackwardOwn>);
+    kept = memory.take<uint32_t>(kThreads);
+    rows = Rows::template in<kBackwardRows>(memory);
+  }
+};
+
+/// One of a thread's 16 pairs, which is kept.
+template <class T>
+struct KeptPair {
+  int number;  // of the 16
+  int row;     // of the thread's 4
+  int r;       // the same in the tile
+  int64_t key;
+  T score;
+  T cap;       // see Scores::modify
+  bool stays;  // dropout leaves its weight
+};
+
+/// f(KeptPair) for all that are kept, with their scores, of a thread's pairs U. With kOwnsKeys keys
+/// are the tile's own side, else rows. Returns which these are, as OwnTile has them.
+template <bool kOwnsKeys, class T, class F>
+QKV_DEVICE uint32_t for_each_kept_pair(const Scores<T>& scores, const RowTile& tile,
+                                       int64_t first_key, int rows, int keys,
+                                       const T (&products)[16], F f) {
+  const int row_of_thread = (kOwnsKeys ? thread_x() : thread_y()) * 4;
+  const int key_of_thread = (kOwnsKeys ? thread_y() : thread_x()) * 4;
+  uint32_t kept = 0, stays = 0xf;
+  for_each_pair<4, kOwnsKeys>([&](int row, int key, int number) {
+    const int r = row_of_thread + row, k = key_of_thread + key;
+    if (scores.drops() && key == 0 && r < rows) stays = scores.stays(tile, r, first_key + k);
+    KeptPair<T> pair{
+        number, row, r, first_key + k, products[number], T(0), (stays >> key & 1) != 0};
+    if (r >= rows || k >= keys || !scores.modify(tile, r, pair.key, pair.score, pair.cap)) return;
+    f(pair);
+    kept |= 1u << number;
+  });
+  return kept;
+}
+
+/// A thread's pairs as an array that loops index, and back: 0 for those that are not kept.
+template <class T>
+QKV_DEVICE void copy_pairs(const T (&from)[kBackwardOwn][kOthersOfThread], T (&to)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) to[i] = from[i / 4][i % 4];
+}
+template <class T>
+QKV_DEVICE void copy_kept_pairs(uint32_t kept, const T (&from)[16],
+                                T (&to)[kBackwardOwn][kOthersOfThread]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) to[i / 4][i % 4] = kept >> i & 1 ? from[i] : T(0);
+}
+
+}  // namespace qkv::kernels::simt
