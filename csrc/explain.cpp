@@ -17,13 +17,6 @@ std::string kernel_name(const Call& call) {
                   ' ', isa);
 }
 
-std::string kernel_of_second_order(const Call& call) {
-  if (call.operands.query.is_cuda() && call.unfused_reason.empty()) {
-    return "unfused reference formulas: there are no kernels for CUDA yet";
-  }
-  return kernel_name(call);
-}
-
 std::string bound(const c10::SymInt& x) {
   std::ostringstream out;
   if (x < 0) {
@@ -42,7 +35,7 @@ std::string description(const char* op, const Call& call) {
   std::ostringstream out;
   out << op << '\n';
   out << "  forward, backward  " << kernel_name(call) << '\n';
-  out << "  second order, jvp  " << kernel_of_second_order(call) << '\n';
+  out << "  second order, jvp  " << kernel_name(call) << '\n';
   out << "  third order        "
       << (call.unfused_reason.empty() ? "unfused reference formulas" : "unfused reference") << '\n';
   out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)

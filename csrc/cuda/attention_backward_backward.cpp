@@ -1,18 +1,80 @@
-// _attention_backward_backward on CUDA: by the formulas of reference_derivatives.cpp, in memory for
-// all M x N scores. There is no kernel yet.
+// _attention_backward_backward on CUDA: tensors to Params; the jvp along the cotangents, then a
+// launch for each kind of gradient.
 
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "checks.h"
+#include "cuda/gradients.h"
 #include "cuda/operands.h"
 #include "cuda/stream.h"
-#include "environment.h"
+#include "kernels/cuda/simt/tasks.h"
 #include "layout.h"
-#include "reference.h"
 
 namespace qkv::cuda {
 
 namespace {
+
+constexpr const char* kOp = "qkv::_attention_backward_backward";
+
+/// The tensors that the kernels read and write.
+struct Tensors {
+  Operands x;
+  Tangents cotangents;
+  Tensor grad_out;
+  OptionalTensor grad_lse;
+  Tensor out, lse, out_rest, lse_rest;
+  Tensor out_t, lse_t, out_t_rest;  // the first two are also the gradients of grad_out, grad_lse
+  Gradients grads;
+  Needs needs;
+};
+
+template <class T>
+void run(const Tensors& t) {
+  kernels::simt::BackwardBackwardTask<T> task{};
+  kernels::simt::JvpTask<T> jvp{};
+  kernels::BackwardParams<T>& params = task.backward.backward;
+  BatchDimensions batch(t.x.query.sizes().slice(0, t.x.query.dim() - 3));
+  describe(params.problem, t.x, batch);
+  describe(task.directions, t.cotangents, batch);
+  describe(params.grad_out, t.grad_out, batch);
+  describe(params.out, t.out, batch);
+  describe(task.out_t, t.out_t, batch);
+  describe(jvp.jvp.out_t, t.out_t, batch);
+  if (has_16_bits(t.out)) {
+    describe(task.backward.out_rest, t.out_rest, batch);
+    describe(task.out_t_rest, t.out_t_rest, batch);
+    describe(jvp.out_t_rest, t.out_t_rest, batch);
+  }
+  if (t.needs[0]) describe(params.grad_query, t.grads[0], batch);
+  if (t.needs[1]) describe(params.grad_key, t.grads[1], batch);
+  if (t.needs[2]) describe(params.grad_value, t.grads[2], batch);
+  if (t.needs[3]) describe(task.backward.grad_mask, t.grads[3], batch);
+  batch.complete(params.problem);
+  params.lse = static_cast<const T*>(t.lse.const_data_ptr());
+  params.lse_rest = static_cast<const T*>(t.lse_rest.const_data_ptr());
+  params.grad_lse = t.grad_lse ? static_cast<const T*>(t.grad_lse->const_data_ptr()) : nullptr;
+  task.lse_t = static_cast<const T*>(t.lse_t.const_data_ptr());
+
+  jvp.jvp.problem = params.problem;
+  jvp.jvp.directions = task.directions;
+  jvp.jvp.out = params.out;
+  jvp.jvp.lse = params.lse;
+  jvp.jvp.lse_rest = params.lse_rest;
+  jvp.jvp.lse_t = static_cast<T*>(t.lse_t.data_ptr());
+  jvp.out_rest = task.backward.out_rest;
+
+  const Stream stream(t.x.query);
+  check(kOp, kernels::simt::attention_jvp(jvp, stream.get()));
+  if (std::none_of(t.needs.begin(), t.needs.end(), [](bool need) { return need; })) return;
+  const SumsOfRows<T> sums(t.lse, t.needs, task.backward);
+  const Tensor delta_t = at::empty_like(t.lse);
+  task.delta_t = static_cast<T*>(delta_t.data_ptr());
+  check(kOp, kernels::simt::attention_backward_backward(task, stream.get()));
+  sums.put(t.grads);
+}
 
 TensorTuple<8> attention_backward_backward(
     const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
@@ -23,15 +85,35 @@ TensorTuple<8> attention_backward_backward(
     NeedsOfSecond needs) {
   const Tangents cotangents{grad_grad_query,     grad_grad_key,          grad_grad_value,
                             grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
-  check_backward_backward("qkv::_attention_backward_backward", x, grad_out, grad_lse, out, lse,
-                          out_rest, lse_rest, cotangents, needs);
-  report_fallback("qkv::attention", "the double backward has no kernel for CUDA yet");
+  check_backward_backward(kOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest, cotangents,
+                          needs);
+  check_batch_dimensions(x);
   const std::array<Tensor, 8> results = empty_gradients_of_second(x, grad_out, needs);
-  const auto grads =
-      as_array(reference::attention_backward_backward(x, grad_out, grad_lse, cotangents, needs));
-  for (size_t i = 0; i < results.size(); ++i) {
-    if (needs[i]) put(grads[i], results[i]);
+  if (lse.numel() == 0) {
+    for (const Tensor& grad : results) grad.zero_();
+    return std::tuple_cat(results);
   }
+
+  const auto real = lse.scalar_type();
+  Tensors t;
+  t.x = readable(x, real);
+  t.cotangents = readable(cotangents, real);
+  t.grad_out = with_unit_columns(grad_out);
+  if (grad_lse) t.grad_lse = grad_lse->contiguous();
+  t.out = with_unit_columns(out);
+  t.lse = lse.contiguous();
+  t.out_rest = with_unit_columns(out_rest);
+  t.lse_rest = lse_rest.contiguous();
+  t.out_t = at::empty_like(t.out);
+  t.out_t_rest = at::empty_like(t.out_rest);
+  t.lse_t = needs[1] ? results[1] : at::empty_like(t.lse);
+  std::copy(results.begin() + 2, results.end(), t.grads.begin());
+  std::copy(needs.begin() + 2, needs.end(), t.needs.begin());
+  if (t.needs[3]) t.grads[3] = writable(results[5], real);  // summed in memory, rounded once
+  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  run_in(t);
+  if (needs[0]) results[0].copy_(t.out_t);
+  if (!t.grads[3].is_same(results[5])) results[5].copy_(t.grads[3]);
   return std::tuple_cat(results);
 }
 

@@ -1,18 +1,38 @@
-// _attention_jvp on CUDA: by the formulas of reference_derivatives.cpp, in memory for all M x N
-// scores. There is no kernel yet.
+// _attention_jvp on CUDA: tensors to Params, and one launch.
 
 #include <torch/library.h>
 
 #include "checks.h"
 #include "cuda/operands.h"
 #include "cuda/stream.h"
-#include "environment.h"
+#include "kernels/cuda/simt/tasks.h"
 #include "layout.h"
-#include "reference.h"
 
 namespace qkv::cuda {
 
 namespace {
+
+constexpr const char* kOp = "qkv::_attention_jvp";
+
+template <class T>
+void run(const Operands& x, const Tangents& tangents, const Tensor& out, const Tensor& lse,
+         const Tensor& out_rest, const Tensor& lse_rest, const Tensor& out_t, const Tensor& lse_t) {
+  kernels::simt::JvpTask<T> task{};
+  kernels::JvpParams<T>& params = task.jvp;
+  BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
+  describe(params.problem, x, batch);
+  describe(params.directions, tangents, batch);
+  describe(params.out, out, batch);
+  if (has_16_bits(out)) describe(task.out_rest, out_rest, batch);
+  describe(params.out_t, out_t, batch);
+  batch.complete(params.problem);
+  params.lse = static_cast<const T*>(lse.const_data_ptr());
+  params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
+  params.lse_t = static_cast<T*>(lse_t.data_ptr());
+
+  const Stream stream(x.query);
+  check(kOp, kernels::simt::attention_jvp(task, stream.get()));
+}
 
 TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor& lse,
                              const Tensor& out_rest, const Tensor& lse_rest,
@@ -20,12 +40,14 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor&
                              const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
                              const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
   const Tangents tangents{query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t};
-  check_jvp("qkv::_attention_jvp", x, out, lse, out_rest, lse_rest, tangents);
-  report_fallback("qkv::attention", "forward mode has no kernel for CUDA yet");
+  check_jvp(kOp, x, out, lse, out_rest, lse_rest, tangents);
+  check_batch_dimensions(x);
   const Tensor out_t = empty_output(x), lse_t = empty_logsumexp(x);
-  const auto [moved_out, moved_lse] = reference::attention_jvp(x, tangents);
-  put(moved_out, out_t);
-  put(moved_lse, lse_t);
+  if (lse.numel() == 0) return {out_t, lse_t};
+  const auto real = lse.scalar_type();
+  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  run_in(readable(x, real), readable(tangents, real), with_unit_columns(out), lse.contiguous(),
+         with_unit_columns(out_rest), lse_rest.contiguous(), out_t, lse_t);
   return {out_t, lse_t};
 }
 

@@ -17,9 +17,14 @@ inline Operands readable(Operands x, at::ScalarType real) {
   return x;
 }
 
-/// What the reference computes to where Meta says it lies; nothing is zeros.
-inline void put(const Tensor& from, const Tensor& to) {
-  from.defined() ? to.copy_(from) : to.zero_();
+inline Tangents readable(Tangents tangents, at::ScalarType real) {
+  for (size_t i = 0; i < 3; ++i) {  // query, key, value
+    if (tangents[i]) tangents[i] = with_unit_columns(*tangents[i]);
+  }
+  for (size_t i = 4; i < tangents.size(); ++i) {  // alibi_slopes, sinks
+    if (tangents[i]) tangents[i] = tangents[i]->to(real);
+  }
+  return tangents;
 }
 
 }  // namespace qkv::cuda

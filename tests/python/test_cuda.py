@@ -3,6 +3,7 @@ conftest.py. That the kernels are, on any machine, tests/cuda_emulation.)"""
 
 import pytest
 import torch
+from torch.func import jvp
 
 import qkv
 
@@ -23,8 +24,20 @@ def results(q, k, v, **kwargs):
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
 
+def second_order(q, k, v, **kwargs):
+    """The double backward, and forward mode along the operands themselves."""
+    grads = torch.autograd.grad(
+        qkv.attention(q, k, v, **kwargs).square().sum(), (q, k, v), create_graph=True
+    )
+    second = torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v))
+    inputs = tuple(x.detach() for x in (q, k, v))
+    return [*second, jvp(lambda *x: qkv.attention(*x, **kwargs), inputs, inputs)[1]]
+
+
 def test_explain_says_what_runs():
-    assert "fused cuda float32 simt" in qkv.explain(*operands())
+    lines = qkv.explain(*operands()).splitlines()
+    for what in ("forward, backward", "second order, jvp"):
+        assert any(what in line and "fused cuda float32 simt" in line for line in lines)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
@@ -36,6 +49,19 @@ def test_equals_the_cpu(dtype):
         torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+def test_second_order_equals_the_cpu(dtype, monkeypatch):
+    monkeypatch.setenv("QKV_STRICT", "1")
+    inputs = operands(dtype=dtype)
+    on_cpu = [x.detach().cpu().requires_grad_() for x in inputs]
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-4
+    for found, expected in zip(
+        second_order(*inputs, is_causal=True), second_order(*on_cpu, is_causal=True)
+    ):
+        size = expected.abs().max().item()
+        torch.testing.assert_close(found.cpu(), expected, atol=tolerance * size, rtol=tolerance)
+
+
 def test_sanitize():
     """Some of every kernel, small: what compute-sanitizer watches."""
     for length in (1, 70):
@@ -43,7 +69,10 @@ def test_sanitize():
         mask = torch.zeros(length, length, device="cuda", requires_grad=True)
         slopes, sinks = (torch.rand(4, device="cuda", requires_grad=True) for _ in range(2))
         out = qkv.attention(q, k, v, mask, 0.1, True, alibi_slopes=slopes, sinks=sinks)
-        torch.autograd.grad(out.sum(), (q, k, v, mask, slopes, sinks))
+        inputs = (q, k, v, mask, slopes, sinks)
+        grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+        torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+    second_order(q, k, v)
     few, many = operands(1, 1)[0], operands(1, 1500)
     qkv.attention(few, many[1], many[2])
     torch.cuda.synchronize()
@@ -80,9 +109,10 @@ def test_graph_capture():
 def test_bits_do_not_depend_on_the_batch():
     inputs = operands(batch=3)
     alone = [x.detach()[1:2].clone().requires_grad_() for x in inputs]
-    for of_all, of_one in zip(results(*inputs), results(*alone)):
-        assert torch.equal(of_all[1:2], of_one)
-    assert all(torch.equal(a, b) for a, b in zip(results(*inputs), results(*inputs)))
+    for f in (results, second_order):
+        for of_all, of_one in zip(f(*inputs), f(*alone)):
+            assert torch.equal(of_all[1:2], of_one)
+        assert all(torch.equal(a, b) for a, b in zip(f(*inputs), f(*inputs)))
 
 
 def test_every_device():

@@ -71,4 +71,29 @@ head_gradient_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int
   }
 }
 
+/// The derivative of grad_sink along directions,
+///
+///     grad_sink' = - sum over i of w_i · ((sink' - lse'_i) · delta_i + delta'_i)
+template <class Element>
+QKV_KERNEL(kThreads, 1)
+sink_gradient_t_kernel(QKV_PARAMS BackwardBackwardTask<Real<Element>> task,
+                       QKV_PARAMS int64_t units) {
+  using T = Real<Element>;
+  const BackwardParams<T>& params = task.backward.backward;
+  const Problem<T>& p = params.problem;
+  const HeadNumbers<T>& sinks_t = task.directions.sinks;
+  auto* sums = reinterpret_cast<double*>(device::shared_memory());
+  for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
+    const int64_t batch = unit / p.query_heads, head = unit % p.query_heads;
+    const T sink = number_of_head(p, p.sinks, batch, head);
+    const T sink_t = sinks_t.data == nullptr ? T(0) : number_of_head(p, sinks_t, batch, head);
+    const double sum = sum_of_sinks(params, unit, sink, sums, [&](int64_t scalar) {
+      return (sink_t - device::load_global(task.lse_t + scalar)) *
+                 device::load_global(task.backward.delta + scalar) +
+             device::load_global(task.delta_t + scalar);
+    });
+    if (device::thread() == 0) device::store_global(task.backward.grad_sinks + unit, sum);
+  }
+}
+
 }  // namespace qkv::kernels::simt

@@ -6,5 +6,7 @@ namespace qkv::kernels::simt {
 
 template int run_forward<BFloat16>(const ForwardTask<float>&, void*);
 template int run_backward<BFloat16>(const BackwardTask<float>&, void*);
+template int run_jvp<BFloat16>(const JvpTask<float>&, void*);
+template int run_backward_backward<BFloat16>(const BackwardBackwardTask<float>&, void*);
 
 }  // namespace qkv::kernels::simt

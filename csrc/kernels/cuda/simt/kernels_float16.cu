@@ -6,5 +6,7 @@ namespace qkv::kernels::simt {
 
 template int run_forward<Float16>(const ForwardTask<float>&, void*);
 template int run_backward<Float16>(const BackwardTask<float>&, void*);
+template int run_jvp<Float16>(const JvpTask<float>&, void*);
+template int run_backward_backward<Float16>(const BackwardBackwardTask<float>&, void*);
 
 }  // namespace qkv::kernels::simt

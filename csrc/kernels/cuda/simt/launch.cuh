@@ -2,9 +2,10 @@
 
 #include "kernels/cuda/simt/attention_backward.cuh"
 #include "kernels/cuda/simt/attention_forward.cuh"
+#include "kernels/cuda/simt/attention_jvp.cuh"
 #include "kernels/cuda/simt/few_rows.cuh"
 #include "kernels/cuda/simt/head_gradient.cuh"
-#include "kernels/cuda/simt/mask_gradient.cuh"
+#include "kernels/cuda/simt/mask_gradient_t.cuh"
 #include "kernels/cuda/simt/merge.cuh"
 
 // Which kernels a call runs, in which order, with how many blocks and how much shared memory. Each
@@ -167,6 +168,90 @@ int run_backward(const BackwardTask<Real<Element>>& task, void* stream) {
   }
   if (error == 0 && (task.grad_slopes != nullptr || task.grad_sinks != nullptr)) {
     error = launch_head_gradient<Element>(task, stream);
+  }
+  return error;
+}
+
+/// 1/16 of the columns that a block of second order and forward mode computes at most: registers
+/// hold no more.
+template <class T>
+constexpr int kMostTangentColumns = 32 / static_cast<int>(sizeof(T));
+
+template <class Element, int kColumns>
+int launch_jvp(const JvpTask<Real<Element>>& task, void* stream) {
+  using T = Real<Element>;
+  const Problem<T>& p = task.jvp.problem;
+  const int64_t units = p.batch * p.kv_heads * column_chunks(p.value_dim, kSide * kColumns) *
+                        ceil_divide(rows_of_kv_head(p), kBackwardRows);
+  return device::launch("attention_jvp", attention_jvp_kernel<Element, kColumns>, blocks_of(units),
+                        kThreads, shared_bytes<JvpShared<T, kColumns>>(), stream, task, units);
+}
+
+template <class Element>
+int run_jvp(const JvpTask<Real<Element>>& task, void* stream) {
+  constexpr int kMost = kMostTangentColumns<Real<Element>>;
+  return task.jvp.problem.value_dim <= 64 ? launch_jvp<Element, 4>(task, stream)
+                                          : launch_jvp<Element, kMost>(task, stream);
+}
+
+template <class Element, int kColumns>
+int launch_grad_query_t(const BackwardBackwardTask<Real<Element>>& task, void* stream) {
+  const auto& p = task.backward.backward.problem;
+  const int64_t units = p.batch * p.kv_heads * column_chunks(p.head_dim, kSide * kColumns) *
+                        ceil_divide(rows_of_kv_head(p), kBackwardRows);
+  return device::launch("grad_query_t", grad_query_t_kernel<Element, kColumns>, blocks_of(units),
+                        kThreads, shared_bytes<BackwardTangentShared<Real<Element>, kColumns>>(),
+                        stream, task, units);
+}
+
+template <class Element, int kColumns>
+int launch_grad_key_t(const BackwardBackwardTask<Real<Element>>& task, void* stream) {
+  const auto& p = task.backward.backward.problem;
+  const int64_t units = p.batch * p.kv_heads * column_chunks(widest_gradient(p), kSide * kColumns) *
+                        ceil_divide(p.keys, kBackwardRows);
+  return device::launch("grad_key_t", grad_key_t_kernel<Element, kColumns>, blocks_of(units),
+                        kThreads, shared_bytes<BackwardTangentShared<Real<Element>, kColumns>>(),
+                        stream, task, units);
+}
+
+template <class Element>
+int run_backward_backward(const BackwardBackwardTask<Real<Element>>& task, void* stream) {
+  using T = Real<Element>;
+  const BackwardTask<T>& backward = task.backward;
+  const BackwardParams<T>& params = backward.backward;
+  const Problem<T>& p = params.problem;
+  constexpr int kMost = kMostTangentColumns<T>;
+  // delta' is as delta, but of O' and without dLSE.
+  BackwardTask<T> of_tangent = backward;
+  of_tangent.backward.out = task.out_t;
+  of_tangent.out_rest = task.out_t_rest;
+  of_tangent.backward.grad_lse = nullptr;
+  of_tangent.delta = task.delta_t;
+  int error = launch_delta<Element>(backward, stream);
+  if (error == 0) error = launch_delta<Element>(of_tangent, stream);
+  if (error == 0 && needs_grad_query(params)) {
+    error = p.head_dim <= 64 ? launch_grad_query_t<Element, 4>(task, stream)
+                             : launch_grad_query_t<Element, kMost>(task, stream);
+  }
+  if (error == 0 && needs_grad_key(params)) {
+    error = widest_gradient(p) <= 64 ? launch_grad_key_t<Element, 4>(task, stream)
+                                     : launch_grad_key_t<Element, kMost>(task, stream);
+  }
+  if (error == 0 && backward.grad_mask.data != nullptr) {
+    const int64_t units = MaskUnits::of(p, backward.grad_mask).count();
+    error = device::launch("mask_gradient_t", mask_gradient_t_kernel<Element>, blocks_of(units),
+                           kThreads, shared_bytes<MaskGradientShared<T, BackwardTangentRows<T>>>(),
+                           stream, task, units);
+  }
+  if (error == 0 && backward.grad_slopes != nullptr) {
+    BackwardTask<T> of_slopes = backward;  // sums of rows, as in the backward
+    of_slopes.grad_sinks = nullptr;
+    error = launch_head_gradient<Element>(of_slopes, stream);
+  }
+  if (error == 0 && backward.grad_sinks != nullptr) {
+    const int64_t units = p.batch * p.query_heads;
+    error = device::launch("sink_gradient_t", sink_gradient_t_kernel<Element>, blocks_of(units),
+                           kThreads, kThreads * sizeof(double), stream, task, units);
   }
   return error;
 }

@@ -6,9 +6,12 @@
 
 namespace qkv::kernels::simt {
 
-#define QKV_COMPILED_ELSEWHERE(Element)                                               \
-  extern template int run_forward<Element>(const ForwardTask<Real<Element>>&, void*); \
-  extern template int run_backward<Element>(const BackwardTask<Real<Element>>&, void*);
+#define QKV_COMPILED_ELSEWHERE(Element)                                                          \
+  extern template int run_forward<Element>(const ForwardTask<Real<Element>>&, void*);            \
+  extern template int run_backward<Element>(const BackwardTask<Real<Element>>&, void*);          \
+  extern template int run_jvp<Element>(const JvpTask<Real<Element>>&, void*);                    \
+  extern template int run_backward_backward<Element>(const BackwardBackwardTask<Real<Element>>&, \
+                                                     void*);
 QKV_COMPILED_ELSEWHERE(float)
 QKV_COMPILED_ELSEWHERE(double)
 QKV_COMPILED_ELSEWHERE(BFloat16)
@@ -62,5 +65,22 @@ int attention_backward(const BackwardTask<T>& task, void* stream) {
 }
 template int attention_backward(const BackwardTask<float>&, void*);
 template int attention_backward(const BackwardTask<double>&, void*);
+
+template <class T>
+int attention_jvp(const JvpTask<T>& task, void* stream) {
+  return run_stored(task.jvp.problem,
+                    [&](auto element) { return run_jvp<decltype(element)>(task, stream); });
+}
+template int attention_jvp(const JvpTask<float>&, void*);
+template int attention_jvp(const JvpTask<double>&, void*);
+
+template <class T>
+int attention_backward_backward(const BackwardBackwardTask<T>& task, void* stream) {
+  return run_stored(task.backward.backward.problem, [&](auto element) {
+    return run_backward_backward<decltype(element)>(task, stream);
+  });
+}
+template int attention_backward_backward(const BackwardBackwardTask<float>&, void*);
+template int attention_backward_backward(const BackwardBackwardTask<double>&, void*);
 
 }  // namespace qkv::kernels::simt

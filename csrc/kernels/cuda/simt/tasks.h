@@ -29,6 +29,25 @@ struct BackwardTask {
   double* grad_sinks;         // as grad_slopes
 };
 
+/// Directions lie like their operands, that of attn_mask as Mask::type says.
+template <class T>
+struct JvpTask {
+  JvpParams<T> jvp;
+  Operand<const T> out_rest;  // as in ForwardTask
+  Operand<T> out_t_rest;      // likewise, of out_t; without data if not asked for
+};
+
+/// The derivative of the backward along the directions: results go where the backward's would.
+template <class T>
+struct BackwardBackwardTask {
+  BackwardTask<T> backward;
+  Directions<T> directions;
+  Operand<const T> out_t;  // from JvpTask, with the same directions
+  Operand<const T> out_t_rest;
+  const T* lse_t;
+  T* delta_t;  // (B, Hq, M), dense: <dO, O'> of each row
+};
+
 /// How many ranges the keys are cut into when rows are few: of the sizes of a head alone.
 template <class T>
 int64_t forward_splits(const Problem<T>& problem);
@@ -42,5 +61,11 @@ int attention_forward(const ForwardTask<T>& task, void* stream);
 
 template <class T>
 int attention_backward(const BackwardTask<T>& task, void* stream);
+
+template <class T>
+int attention_jvp(const JvpTask<T>& task, void* stream);
+
+template <class T>
+int attention_backward_backward(const BackwardBackwardTask<T>& task, void* stream);
 
 }  // namespace qkv::kernels::simt

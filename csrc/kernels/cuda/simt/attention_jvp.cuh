@@ -1,0 +1,175 @@
+#pragma once
+
+#include "kernels/cuda/simt/tangents.cuh"
+#include "kernels/cuda/simt/tasks.h"
+#include "kernels/logsumexp.h"
+
+// The derivative of attention along directions of its operands, in one pass over the keys. W is the
+// weight of the sink, R what dropout multiplies the weights with (tangents.cuh has S').
+//
+//     lse' = rowsum(P ∘ S') + W ∘ sink'
+//     O'   = (R ∘ P ∘ S') V + (R ∘ P) V' - lse' ∘ O
+//
+// A block owns 64 packed rows of one key/value head and 16 · kColumns columns of O':
+//
+//     for 64 keys at a time:   S, S'                 [rows][64]       in registers
+//                              R ∘ P ∘ S', R ∘ P     [64][rows]       to shared memory, in turn
+//                              O'                    [rows][columns]  in registers
+//
+// With all directions these are 5 products, where the forward has 2. What does not move costs none.
+
+namespace qkv::kernels::simt {
+
+/// What is known of a tile's rows, in shared memory.
+template <class T>
+struct JvpRows : WeightRows<T> {
+  int64_t* query_offsets;
+  int64_t* query_t_offsets;
+
+  template <int kRows>
+  static QKV_INLINE JvpRows in(SharedMemory& shared) {
+    return {WeightRows<T>::template in<kRows>(shared), shared.take<int64_t>(kRows),
+            shared.take<int64_t>(kRows)};
+  }
+};
+
+template <class T, int kColumns>
+using JvpShared = WeightShared<T, kColumns, JvpRows<T>>;
+
+/// The pairs of a thread from products to weights,
+///
+///     s: U -> R ∘ P       s_t: U' -> R ∘ P ∘ S'
+///
+/// both 0 where the pair is not kept. lse_t[row] += P ∘ S'. Returns which pairs are kept.
+template <class T>
+QKV_DEVICE uint32_t weigh_pairs(const MovingScores<T>& scores, const WeightRows<T>& table,
+                                int64_t first_key, int rows, int keys, bool partial, T drop_scale,
+                                T (&s)[kBackwardOwn][kOthersOfThread],
+                                T (&s_t)[kBackwardOwn][kOthersOfThread], T (&lse_t)[kBackwardOwn]) {
+  if (!partial && !scores.changes() && !scores.drops()) {
+#pragma unroll
+    for (int i = 0; i < kBackwardOwn; ++i) {
+#pragma unroll
+      for (int j = 0; j < kOthersOfThread; ++j) {
+        s[i][j] = table.probability(thread_y() * kBackwardOwn + i, s[i][j]);
+        s_t[i][j] *= s[i][j];
+        lse_t[i] += s_t[i][j];
+      }
+    }
+    return 0xffffffff;
+  }
+  T pairs[16], moving[16];
+  copy_pairs(s, pairs);
+  copy_pairs(s_t, moving);
+  const uint32_t kept = for_each_kept_pair<false>(
+      scores, table.tile, first_key, rows, keys, pairs, [&](const KeptPair<T>& x) {
+        const T weight = table.probability(x.r, x.score);
+        const T weighted = weight * scores.derivative(table.tile, x, moving[x.number]);
+        lse_t[x.row] += weighted;
+        pairs[x.number] = x.stays ? weight * drop_scale : T(0);
+        moving[x.number] = x.stays ? weighted * drop_scale : T(0);
+      });
+  copy_kept_pairs(kept, pairs, s);
+  copy_kept_pairs(kept, moving, s_t);
+  return kept;
+}
+
+template <class Element, int kColumns>
+QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
+  using T = Real<Element>;
+  constexpr int kWidth = kSide * kColumns;
+  const JvpParams<T>& params = task.jvp;
+  const Problem<T>& p = params.problem;
+  const Directions<T>& along = params.directions;
+  const JvpShared<T, kColumns> shared(device::shared_memory());
+  const auto u = TileUnit::of(unit, column_chunks(p.value_dim, kWidth), 1,
+                              ceil_divide(rows_of_kv_head(p), kBackwardRows));
+  const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
+  const PackedRows packed = rows_of_kv_head(p, kv_head);
+  const int64_t first_row = u.tile * kBackwardRows, first_column = u.chunk * kWidth;
+  const int rows = at_most(kBackwardRows, packed.count - first_row);
+  const auto depth = MovingDepths::of(p, along);
+  const bool moves = scores_move(along), value_moves = along.value.data != nullptr;
+
+  const JvpRows<T>& table = shared.rows;
+  const RowTile& tile = table.tile;
+  const Moving<TileRows<Element>> query{
+      TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets),
+      TileRows<Element>::of(p, along.query, batch, p.scale, table.query_t_offsets)};
+  device::barrier();
+  table.template load<kBackwardRows>(p, params.lse, params.lse_rest, batch, packed, first_row,
+                                     query.operand, query.direction);
+  device::barrier();
+  const MovingScores<T> scores(p, along, batch);
+  const int64_t first_query = packed.query(first_row),
+                last_query = packed.query(first_row + rows - 1);
+  const KeyRange any =
+      moves || value_moves ? keys_of_any(p.band, first_query, last_query, p.keys) : KeyRange{0, 0};
+  const KeyRange all = keys_of_all(p.band, first_query, last_query, p.keys);
+  const T drop_scale = dropout_scale<T>(p.dropout);
+
+  T out_t[kBackwardOwn][kColumns], lse_t[kBackwardOwn] = {};
+  set_to_zero(out_t);
+  for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
+    const int keys = at_most(kOthers, any.end - n);
+    const bool partial =
+        rows < kBackwardRows || keys < kOthers || scores.masks() || !all.contains({n, n + kOthers});
+    const auto keys_of = [&](const Operand<const T>& x, const Operand<const T>& x_t) {
+      return Moving<TileKeys<Element>>{TileKeys<Element>::of(p, x, batch, kv_head, n, keys),
+                                       TileKeys<Element>::of(p, x_t, batch, kv_head, n, keys)};
+    };
+    T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
+    multiply_scores<false>(query, keys_of(p.key, along.key), p.head_dim, depth, shared.stages, s,
+                           s_t);
+    const uint32_t kept =
+        weigh_pairs(scores, table, n, rows, keys, partial, drop_scale, s, s_t, lse_t);
+    device::store_shared(shared.kept + device::thread(), kept);
+    multiply_moving_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, moves, s_t,
+                            value_moves, s, keys_of(p.value, along.value), keys, first_column,
+                            p.value_dim, shared.stages, out_t);
+  }
+
+  const Element* out = batch_of<Element>(p, params.out, batch);
+  const Element* out_rest = batch_of<Element>(p, task.out_rest, batch);
+  Element* to = batch_of<Element>(p, params.out_t, batch);
+  Element* to_rest = batch_of<Element>(p, task.out_t_rest, batch);
+#pragma unroll
+  for (int i = 0; i < kBackwardOwn; ++i) {
+    const int r = thread_y() * kBackwardOwn + i;
+    lse_t[i] = sum_of_lanes<kSide>(lse_t[i]);
+    if (r >= rows) continue;
+    const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, batch, r);
+    if (along.sinks.data != nullptr) {
+      const T weight = sink_weight(number_of_head(p, p.sinks, batch, head),
+                                   device::load_global(params.lse + scalar),
+                                   device::load_global(params.lse_rest + scalar));
+      lse_t[i] += weight * number_of_head(p, along.sinks, batch, head);
+    }
+    if (u.chunk == 0 && thread_x() == 0) device::store_global(params.lse_t + scalar, lse_t[i]);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int64_t column = first_column + column_of_thread(j);
+      if (column >= p.value_dim) continue;
+      T out_ij = load_number(tile.row(out, params.out, r) + column);
+      if constexpr (sizeof(Element) == 2) {
+        out_ij += load_number(tile.row(out_rest, task.out_rest, r) + column);
+      }
+      const T x = out_t[i][j] - lse_t[i] * out_ij;
+      store_number(tile.row(to, params.out_t, r) + column * params.out_t.column_stride, x);
+      if (sizeof(Element) == 2 && task.out_t_rest.data != nullptr) {
+        store_rest(tile.row(to_rest, task.out_t_rest, r) + column * task.out_t_rest.column_stride,
+                   x);
+      }
+    }
+  }
+}
+
+template <class Element, int kColumns>
+QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(32 + 8 * kColumns))
+attention_jvp_kernel(QKV_PARAMS JvpTask<Real<Element>> task, QKV_PARAMS int64_t units) {
+  for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
+    jvp_unit<Element, kColumns>(task, unit);
+  }
+}
+
+}  // namespace qkv::kernels::simt
