@@ -162,50 +162,44 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
   const BackwardShared<T, kColumns> shared(device::shared_memory());
-  const auto u = TileUnit::of(unit, column_chunks(p.head_dim, kWidth), 1,
-                              ceil_divide(rows_of_kv_head(p), kBackwardRows));
-  const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
-  const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_row = u.tile * kBackwardRows, first_column = u.chunk * kWidth;
-  const int rows = at_most(kBackwardRows, packed.count - first_row);
+  const RowUnit<kBackwardRows, kWidth> u(p, unit, p.head_dim);
 
   const BackwardRows<T>& table = shared.rows;
-  const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets);
+  const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, table.query_offsets);
   const auto grad_out =
-      TileRows<Element>::of(p, params.grad_out, batch, T(1), table.grad_out_offsets);
+      TileRows<Element>::of(p, params.grad_out, u.batch, T(1), table.grad_out_offsets);
   device::barrier();
-  table.template load<kBackwardRows>(task, batch, packed, first_row, query, grad_out);
+  table.template load<kBackwardRows>(task, u.batch, u.packed, u.first_row, query, grad_out);
   device::barrier();
-  const Scores<T> scores(p, batch);
-  const int64_t first_query = packed.query(first_row),
-                last_query = packed.query(first_row + rows - 1);
-  const KeyRange any = keys_of_any(p.band, first_query, last_query, p.keys);
-  const KeyRange all = keys_of_all(p.band, first_query, last_query, p.keys);
+  const Scores<T> scores(p, u.batch);
+  const KeyRange any = u.keys_of_any(p);
+  const KeyRange all = u.keys_of_all(p);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
   set_to_zero(grad);
   for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
     const int keys = at_most(kOthers, any.end - n);
-    const bool partial =
-        rows < kBackwardRows || keys < kOthers || scores.masks() || !all.contains({n, n + kOthers});
+    const bool partial = u.rows < kBackwardRows || keys < kOthers || scores.masks() ||
+                         !all.contains({n, n + kOthers});
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
-    multiply_pairs<kBackwardOwn>(query, TileKeys<Element>::of(p, p.key, batch, kv_head, n, keys),
+    multiply_pairs<kBackwardOwn>(query,
+                                 TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys),
                                  p.head_dim, shared.stages, s);
     multiply_pairs<kBackwardOwn>(grad_out,
-                                 TileKeys<Element>::of(p, p.value, batch, kv_head, n, keys),
+                                 TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, n, keys),
                                  p.value_dim, shared.stages, g);
     const uint32_t kept = through_softmax<false, false>(
-        scores, table, n, rows, keys, partial, drop_scale, s, g,
+        scores, table, n, u.rows, keys, partial, drop_scale, s, g,
         params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
     store_pairs(g, shared.numbers);
     device::store_shared(shared.kept + device::thread(), kept);
     multiply_columns(OwnTile<T>{shared.numbers, shared.kept, partial},
-                     TileKeys<Element>::of(p, p.key, batch, kv_head, n, keys), keys, first_column,
-                     p.head_dim, shared.stages, grad);
+                     TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys), keys,
+                     u.first_column, p.head_dim, shared.stages, grad);
   }
 
-  write_query_gradient<Element>(params, batch, table.tile, rows, u.chunk, grad, slope_gradient);
+  write_query_gradient<Element>(params, u.batch, table.tile, u.rows, u.chunk, grad, slope_gradient);
 }
 
 template <class Element, int kColumns>
@@ -251,62 +245,55 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
   const BackwardShared<T, kColumns> shared(device::shared_memory());
-  const auto u = TileUnit::of(unit, column_chunks(widest_gradient(p), kWidth), 1,
-                              ceil_divide(p.keys, kBackwardRows));
-  const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
-  const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_key = u.tile * kBackwardRows, first_column = u.chunk * kWidth;
-  const int keys = at_most(kBackwardRows, p.keys - first_key);
-  const bool need_key = params.grad_key.data != nullptr && first_column < p.head_dim;
-  const bool need_value = params.grad_value.data != nullptr && first_column < p.value_dim;
+  const KeyUnit<kBackwardRows, kWidth> u(p, unit, widest_gradient(p));
+  const bool need_key = params.grad_key.data != nullptr && u.first_column < p.head_dim;
+  const bool need_value = params.grad_value.data != nullptr && u.first_column < p.value_dim;
   if (!need_key && !need_value) return;
 
   const BackwardRows<T>& table = shared.rows;
-  const Scores<T> scores(p, batch);
-  const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets);
+  const Scores<T> scores(p, u.batch);
+  const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, table.query_offsets);
   const auto grad_out =
-      TileRows<Element>::of(p, params.grad_out, batch, T(1), table.grad_out_offsets);
-  const auto key = TileKeys<Element>::of(p, p.key, batch, kv_head, first_key, keys);
-  const auto value = TileKeys<Element>::of(p, p.value, batch, kv_head, first_key, keys);
+      TileRows<Element>::of(p, params.grad_out, u.batch, T(1), table.grad_out_offsets);
+  const auto key = TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, u.first_key, u.keys);
+  const auto value = TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, u.first_key, u.keys);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   T grad_key[kBackwardOwn][kColumns], grad_value[kBackwardOwn][kColumns];
   set_to_zero(grad_key);
   set_to_zero(grad_value);
-  for (int64_t first_row = 0; first_row < packed.count; first_row += kOthers) {
-    const int rows = at_most(kOthers, packed.count - first_row);
-    const int64_t first_query = packed.query(first_row);
-    const int64_t last_query = packed.query(first_row + rows - 1);
-    const KeyRange own{first_key, first_key + keys};
-    if (keys_of_any(p.band, first_query, last_query, p.keys).intersection(own).empty()) continue;
-    const bool partial = rows < kOthers || keys < kBackwardRows || scores.masks() ||
-                         !keys_of_all(p.band, first_query, last_query, p.keys).contains(own);
+  for (int64_t first_row = 0; first_row < u.packed.count; first_row += kOthers) {
+    const int rows = at_most(kOthers, u.packed.count - first_row);
+    if (u.packed.keys_of_any(p, first_row, rows).intersection(u.range()).empty()) continue;
+    const bool partial = rows < kOthers || u.keys < kBackwardRows || scores.masks() ||
+                         !u.packed.keys_of_all(p, first_row, rows).contains(u.range());
     device::barrier();
-    table.template load<kOthers>(task, batch, packed, first_row, query, grad_out);
+    table.template load<kOthers>(task, u.batch, u.packed, first_row, query, grad_out);
     device::barrier();
 
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
     multiply_pairs<kBackwardOwn>(key, query, p.head_dim, shared.stages, s);
     multiply_pairs<kBackwardOwn>(value, grad_out, p.value_dim, shared.stages, g);
-    const uint32_t kept = through_softmax<true, false>(
-        scores, table, first_key, rows, keys, partial, drop_scale, s, g, static_cast<T*>(nullptr));
+    const uint32_t kept =
+        through_softmax<true, false>(scores, table, u.first_key, rows, u.keys, partial, drop_scale,
+                                     s, g, static_cast<T*>(nullptr));
     device::store_shared(shared.kept + device::thread(), kept);
     const OwnTile<T> own_tile{shared.numbers, shared.kept, partial};
     if (need_value) {
       store_pairs(s, shared.numbers);
-      multiply_columns(own_tile, grad_out, rows, first_column, p.value_dim, shared.stages,
+      multiply_columns(own_tile, grad_out, rows, u.first_column, p.value_dim, shared.stages,
                        grad_value);
     }
     if (need_key) {
       store_pairs(g, shared.numbers);
-      multiply_columns(own_tile, query, rows, first_column, p.head_dim, shared.stages, grad_key);
+      multiply_columns(own_tile, query, rows, u.first_column, p.head_dim, shared.stages, grad_key);
     }
   }
 
   const auto write = [&](const Operand<T>& grad, int64_t columns,
                          const T(&numbers)[kBackwardOwn][kColumns]) {
-    write_key_gradient<Element>(p, grad, batch, kv_head, {first_key, first_key + keys},
-                                first_column, columns, numbers);
+    write_key_gradient<Element>(p, grad, u.batch, u.kv_head, u.range(), u.first_column, columns,
+                                numbers);
   };
   if (need_key) write(params.grad_key, p.head_dim, grad_key);
   if (need_value) write(params.grad_value, p.value_dim, grad_value);

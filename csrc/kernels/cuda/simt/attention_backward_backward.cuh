@@ -155,47 +155,40 @@ QKV_DEVICE void grad_query_t_unit(const BackwardBackwardTask<Real<Element>>& tas
   const BackwardParams<T>& params = task.backward.backward;
   const Problem<T>& p = params.problem;
   const BackwardTangentShared<T, kColumns> shared(device::shared_memory());
-  const auto u = TileUnit::of(unit, column_chunks(p.head_dim, kWidth), 1,
-                              ceil_divide(rows_of_kv_head(p), kBackwardRows));
-  const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
-  const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_row = u.tile * kBackwardRows, first_column = u.chunk * kWidth;
-  const int rows = at_most(kBackwardRows, packed.count - first_row);
+  const RowUnit<kBackwardRows, kWidth> u(p, unit, p.head_dim);
   const auto depth = MovingDepths::of(p, task.directions);
 
   const BackwardTangentRows<T>& table = shared.rows;
-  const auto own = TangentTileRows<Element>::of(task, batch, table);
+  const auto own = TangentTileRows<Element>::of(task, u.batch, table);
   device::barrier();
-  table.template load<kBackwardRows>(task, batch, packed, first_row, own.query.operand,
+  table.template load<kBackwardRows>(task, u.batch, u.packed, u.first_row, own.query.operand,
                                      own.query.direction, own.grad_out);
   device::barrier();
-  const MovingScores<T> scores(p, task.directions, batch);
-  const int64_t first_query = packed.query(first_row),
-                last_query = packed.query(first_row + rows - 1);
-  const KeyRange any = keys_of_any(p.band, first_query, last_query, p.keys);
-  const KeyRange all = keys_of_all(p.band, first_query, last_query, p.keys);
+  const MovingScores<T> scores(p, task.directions, u.batch);
+  const KeyRange any = u.keys_of_any(p);
+  const KeyRange all = u.keys_of_all(p);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
   set_to_zero(grad);
   for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
     const int keys = at_most(kOthers, any.end - n);
-    const bool partial =
-        rows < kBackwardRows || keys < kOthers || scores.masks() || !all.contains({n, n + kOthers});
-    const auto other = TangentTileKeys<Element>::of(task, batch, kv_head, n, keys);
+    const bool partial = u.rows < kBackwardRows || keys < kOthers || scores.masks() ||
+                         !all.contains({n, n + kOthers});
+    const auto other = TangentTileKeys<Element>::of(task, u.batch, u.kv_head, n, keys);
     T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
     T g[kBackwardOwn][kOthersOfThread], g_t[kBackwardOwn][kOthersOfThread];
     multiply_scores<false>(own.query, other.key, p.head_dim, depth, shared.stages, s, s_t);
     multiply_grad_out<false>(own.grad_out, other.value, depth, shared.stages, g, g_t);
     const uint32_t kept = tangents_through_softmax<false, false>(
-        scores, table, n, rows, keys, partial, drop_scale, s, s_t, g, g_t,
+        scores, table, n, u.rows, keys, partial, drop_scale, s, s_t, g, g_t,
         params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
     device::store_shared(shared.kept + device::thread(), kept);
     multiply_moving_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, true, g_t,
-                            depth.key != 0, g, other.key, keys, first_column, p.head_dim,
+                            depth.key != 0, g, other.key, keys, u.first_column, p.head_dim,
                             shared.stages, grad);
   }
-  write_query_gradient<Element>(params, batch, table.tile, rows, u.chunk, grad, slope_gradient);
+  write_query_gradient<Element>(params, u.batch, table.tile, u.rows, u.chunk, grad, slope_gradient);
 }
 
 template <class Element, int kColumns>
@@ -213,36 +206,28 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
   const BackwardParams<T>& params = task.backward.backward;
   const Problem<T>& p = params.problem;
   const BackwardTangentShared<T, kColumns> shared(device::shared_memory());
-  const auto u = TileUnit::of(unit, column_chunks(widest_gradient(p), kWidth), 1,
-                              ceil_divide(p.keys, kBackwardRows));
-  const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
-  const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_key = u.tile * kBackwardRows, first_column = u.chunk * kWidth;
-  const int keys = at_most(kBackwardRows, p.keys - first_key);
+  const KeyUnit<kBackwardRows, kWidth> u(p, unit, widest_gradient(p));
   const auto depth = MovingDepths::of(p, task.directions);
-  const bool need_key = params.grad_key.data != nullptr && first_column < p.head_dim;
-  const bool need_value = params.grad_value.data != nullptr && first_column < p.value_dim;
+  const bool need_key = params.grad_key.data != nullptr && u.first_column < p.head_dim;
+  const bool need_value = params.grad_value.data != nullptr && u.first_column < p.value_dim;
   if (!need_key && !need_value) return;
 
   const BackwardTangentRows<T>& table = shared.rows;
-  const MovingScores<T> scores(p, task.directions, batch);
-  const auto other = TangentTileRows<Element>::of(task, batch, table);
-  const auto own = TangentTileKeys<Element>::of(task, batch, kv_head, first_key, keys);
+  const MovingScores<T> scores(p, task.directions, u.batch);
+  const auto other = TangentTileRows<Element>::of(task, u.batch, table);
+  const auto own = TangentTileKeys<Element>::of(task, u.batch, u.kv_head, u.first_key, u.keys);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   T grad_key[kBackwardOwn][kColumns], grad_value[kBackwardOwn][kColumns];
   set_to_zero(grad_key);
   set_to_zero(grad_value);
-  for (int64_t first_row = 0; first_row < packed.count; first_row += kOthers) {
-    const int rows = at_most(kOthers, packed.count - first_row);
-    const int64_t first_query = packed.query(first_row);
-    const int64_t last_query = packed.query(first_row + rows - 1);
-    const KeyRange range{first_key, first_key + keys};
-    if (keys_of_any(p.band, first_query, last_query, p.keys).intersection(range).empty()) continue;
-    const bool partial = rows < kOthers || keys < kBackwardRows || scores.masks() ||
-                         !keys_of_all(p.band, first_query, last_query, p.keys).contains(range);
+  for (int64_t first_row = 0; first_row < u.packed.count; first_row += kOthers) {
+    const int rows = at_most(kOthers, u.packed.count - first_row);
+    if (u.packed.keys_of_any(p, first_row, rows).intersection(u.range()).empty()) continue;
+    const bool partial = rows < kOthers || u.keys < kBackwardRows || scores.masks() ||
+                         !u.packed.keys_of_all(p, first_row, rows).contains(u.range());
     device::barrier();
-    table.template load<kOthers>(task, batch, packed, first_row, other.query.operand,
+    table.template load<kOthers>(task, u.batch, u.packed, first_row, other.query.operand,
                                  other.query.direction, other.grad_out);
     device::barrier();
 
@@ -251,24 +236,24 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
     multiply_scores<true>(other.query, own.key, p.head_dim, depth, shared.stages, s, s_t);
     multiply_grad_out<true>(other.grad_out, own.value, depth, shared.stages, g, g_t);
     const uint32_t kept =
-        tangents_through_softmax<true, false>(scores, table, first_key, rows, keys, partial,
+        tangents_through_softmax<true, false>(scores, table, u.first_key, rows, u.keys, partial,
                                               drop_scale, s, s_t, g, g_t, static_cast<T*>(nullptr));
     device::store_shared(shared.kept + device::thread(), kept);
     const OwnTile<T> own_tile{shared.numbers, shared.kept, partial};
     if (need_value && depth.weights != 0) {
       store_pairs(s, shared.numbers);
-      multiply_columns(own_tile, other.grad_out, rows, first_column, p.value_dim, shared.stages,
+      multiply_columns(own_tile, other.grad_out, rows, u.first_column, p.value_dim, shared.stages,
                        grad_value);
     }
     if (need_key) {
       multiply_moving_columns(own_tile, true, g_t, depth.query != 0, g, other.query, rows,
-                              first_column, p.head_dim, shared.stages, grad_key);
+                              u.first_column, p.head_dim, shared.stages, grad_key);
     }
   }
   const auto write = [&](const Operand<T>& grad, int64_t columns,
                          const T(&numbers)[kBackwardOwn][kColumns]) {
-    write_key_gradient<Element>(p, grad, batch, kv_head, {first_key, first_key + keys},
-                                first_column, columns, numbers);
+    write_key_gradient<Element>(p, grad, u.batch, u.kv_head, u.range(), u.first_column, columns,
+                                numbers);
   };
   if (need_key) write(params.grad_key, p.head_dim, grad_key);
   if (need_value) write(params.grad_value, p.value_dim, grad_value);

@@ -3,6 +3,7 @@
 #include "kernels/cuda/simt/forward_result.cuh"
 #include "kernels/cuda/simt/product.cuh"
 #include "kernels/cuda/simt/score.cuh"
+#include "kernels/cuda/simt/unit.cuh"
 #include "kernels/online_softmax.h"
 
 // Forward attention (FlashAttention-2, arXiv:2307.08691, algorithm 1).
@@ -70,23 +71,16 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   constexpr int kRows = kSide * kOwn, kWidth = kSide * kColumns;
   const Problem<T>& p = task.forward.problem;
   const ForwardShared<T, kOwn, kColumns> shared(device::shared_memory());
-  const auto u = TileUnit::of(unit, column_chunks(p.value_dim, kWidth), task.splits,
-                              ceil_divide(rows_of_kv_head(p), kRows));
-  const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
-  const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_row = u.tile * kRows, first_column = u.chunk * kWidth;
-  const int rows = at_most(kRows, packed.count - first_row);
+  const RowUnit<kRows, kWidth> u(p, unit, p.value_dim, task.splits);
 
   const RowTile& tile = shared.rows;
-  const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, shared.query_offsets);
-  tile.load<kRows>(p, packed, first_row, query.offsets);
+  const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, shared.query_offsets);
+  tile.load<kRows>(p, u.packed, u.first_row, query.offsets);
   device::barrier();
-  const Scores<T> scores(p, batch);
-  const int64_t first_query = packed.query(first_row),
-                last_query = packed.query(first_row + rows - 1);
+  const Scores<T> scores(p, u.batch);
   const KeyRange split = keys_of_split(p.keys, task.splits, u.split);
-  const KeyRange any = keys_of_any(p.band, first_query, last_query, p.keys).intersection(split);
-  const KeyRange all = keys_of_all(p.band, first_query, last_query, p.keys);
+  const KeyRange any = u.keys_of_any(p).intersection(split);
+  const KeyRange all = u.keys_of_all(p);
 
   OnlineSoftmax<ScalarMath<T>> softmax[kOwn];  // sums of this thread's keys only
   T out[kOwn][kColumns];
@@ -97,13 +91,13 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
     const int keys = at_most(kOthers, any.end - n);
     const bool partial =
-        rows < kRows || keys < kOthers || scores.masks() || !all.contains({n, n + kOthers});
+        u.rows < kRows || keys < kOthers || scores.masks() || !all.contains({n, n + kOthers});
     T s[kOwn][kOthersOfThread];
-    multiply_pairs<kOwn>(query, TileKeys<Element>::of(p, p.key, batch, kv_head, n, keys),
+    multiply_pairs<kOwn>(query, TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys),
                          p.head_dim, shared.stages, s);
     PairBits bits{0xffffffff, 0xffffffff};
     if (partial || scores.changes() || scores.drops()) {
-      bits = modify_pairs<kOwn>(scores, tile, n, rows, keys, s);
+      bits = modify_pairs<kOwn>(scores, tile, n, u.rows, keys, s);
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -126,11 +120,11 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
     store_pairs(s, shared.weights);
     device::store_shared(shared.kept + device::thread(), bits.kept);
     multiply_columns(OwnTile<T>{shared.weights, shared.kept, partial},
-                     TileKeys<Element>::of(p, p.value, batch, kv_head, n, keys), keys, first_column,
-                     p.value_dim, shared.stages, out);
+                     TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, n, keys), keys,
+                     u.first_column, p.value_dim, shared.stages, out);
   }
 
-  const ForwardResult<Element> result(task, batch);
+  const ForwardResult<Element> result(task, u.batch);
   const bool writes_scalars = u.chunk == 0 && thread_x() == 0;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
@@ -140,10 +134,10 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
     const int64_t head = device::load_shared(tile.head + r);
     const int64_t i_query = device::load_shared(tile.query + r);
     if (task.splits > 1) {
-      T* row = partial_row(task, u.head, first_row + r) + u.split * partial_step(p);
+      T* row = partial_row(task, u.head, u.first_row + r) + u.split * partial_step(p);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        const int64_t column = first_column + column_of_thread(j);
+        const int64_t column = u.first_column + column_of_thread(j);
         if (column < p.value_dim) device::store_global(row + column, out[i][j]);
       }
       if (writes_scalars) {
@@ -155,7 +149,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
     const T normaliser = result.finish(head, max, sum);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      const int64_t column = first_column + column_of_thread(j);
+      const int64_t column = u.first_column + column_of_thread(j);
       if (column < p.value_dim) result.write(head, i_query, column, normaliser * out[i][j]);
     }
     if (writes_scalars) result.write_lse(head, i_query, max, sum);

@@ -82,73 +82,65 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   const Problem<T>& p = params.problem;
   const Directions<T>& along = params.directions;
   const JvpShared<T, kColumns> shared(device::shared_memory());
-  const auto u = TileUnit::of(unit, column_chunks(p.value_dim, kWidth), 1,
-                              ceil_divide(rows_of_kv_head(p), kBackwardRows));
-  const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
-  const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_row = u.tile * kBackwardRows, first_column = u.chunk * kWidth;
-  const int rows = at_most(kBackwardRows, packed.count - first_row);
+  const RowUnit<kBackwardRows, kWidth> u(p, unit, p.value_dim);
   const auto depth = MovingDepths::of(p, along);
   const bool moves = scores_move(along), value_moves = along.value.data != nullptr;
 
   const JvpRows<T>& table = shared.rows;
   const RowTile& tile = table.tile;
   const Moving<TileRows<Element>> query{
-      TileRows<Element>::of(p, p.query, batch, p.scale, table.query_offsets),
-      TileRows<Element>::of(p, along.query, batch, p.scale, table.query_t_offsets)};
+      TileRows<Element>::of(p, p.query, u.batch, p.scale, table.query_offsets),
+      TileRows<Element>::of(p, along.query, u.batch, p.scale, table.query_t_offsets)};
   device::barrier();
-  table.template load<kBackwardRows>(p, params.lse, params.lse_rest, batch, packed, first_row,
+  table.template load<kBackwardRows>(p, params.lse, params.lse_rest, u.batch, u.packed, u.first_row,
                                      query.operand, query.direction);
   device::barrier();
-  const MovingScores<T> scores(p, along, batch);
-  const int64_t first_query = packed.query(first_row),
-                last_query = packed.query(first_row + rows - 1);
-  const KeyRange any =
-      moves || value_moves ? keys_of_any(p.band, first_query, last_query, p.keys) : KeyRange{0, 0};
-  const KeyRange all = keys_of_all(p.band, first_query, last_query, p.keys);
+  const MovingScores<T> scores(p, along, u.batch);
+  const KeyRange any = moves || value_moves ? u.keys_of_any(p) : KeyRange{0, 0};
+  const KeyRange all = u.keys_of_all(p);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   T out_t[kBackwardOwn][kColumns], lse_t[kBackwardOwn] = {};
   set_to_zero(out_t);
   for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
     const int keys = at_most(kOthers, any.end - n);
-    const bool partial =
-        rows < kBackwardRows || keys < kOthers || scores.masks() || !all.contains({n, n + kOthers});
+    const bool partial = u.rows < kBackwardRows || keys < kOthers || scores.masks() ||
+                         !all.contains({n, n + kOthers});
     const auto keys_of = [&](const Operand<const T>& x, const Operand<const T>& x_t) {
-      return Moving<TileKeys<Element>>{TileKeys<Element>::of(p, x, batch, kv_head, n, keys),
-                                       TileKeys<Element>::of(p, x_t, batch, kv_head, n, keys)};
+      return Moving<TileKeys<Element>>{TileKeys<Element>::of(p, x, u.batch, u.kv_head, n, keys),
+                                       TileKeys<Element>::of(p, x_t, u.batch, u.kv_head, n, keys)};
     };
     T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
     multiply_scores<false>(query, keys_of(p.key, along.key), p.head_dim, depth, shared.stages, s,
                            s_t);
     const uint32_t kept =
-        weigh_pairs(scores, table, n, rows, keys, partial, drop_scale, s, s_t, lse_t);
+        weigh_pairs(scores, table, n, u.rows, keys, partial, drop_scale, s, s_t, lse_t);
     device::store_shared(shared.kept + device::thread(), kept);
     multiply_moving_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, moves, s_t,
-                            value_moves, s, keys_of(p.value, along.value), keys, first_column,
+                            value_moves, s, keys_of(p.value, along.value), keys, u.first_column,
                             p.value_dim, shared.stages, out_t);
   }
 
-  const Element* out = batch_of<Element>(p, params.out, batch);
-  const Element* out_rest = batch_of<Element>(p, task.out_rest, batch);
-  Element* to = batch_of<Element>(p, params.out_t, batch);
-  Element* to_rest = batch_of<Element>(p, task.out_t_rest, batch);
+  const Element* out = batch_of<Element>(p, params.out, u.batch);
+  const Element* out_rest = batch_of<Element>(p, task.out_rest, u.batch);
+  Element* to = batch_of<Element>(p, params.out_t, u.batch);
+  Element* to_rest = batch_of<Element>(p, task.out_t_rest, u.batch);
 #pragma unroll
   for (int i = 0; i < kBackwardOwn; ++i) {
     const int r = thread_y() * kBackwardOwn + i;
     lse_t[i] = sum_of_lanes<kSide>(lse_t[i]);
-    if (r >= rows) continue;
-    const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, batch, r);
+    if (r >= u.rows) continue;
+    const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, u.batch, r);
     if (along.sinks.data != nullptr) {
-      const T weight = sink_weight(number_of_head(p, p.sinks, batch, head),
+      const T weight = sink_weight(number_of_head(p, p.sinks, u.batch, head),
                                    device::load_global(params.lse + scalar),
                                    device::load_global(params.lse_rest + scalar));
-      lse_t[i] += weight * number_of_head(p, along.sinks, batch, head);
+      lse_t[i] += weight * number_of_head(p, along.sinks, u.batch, head);
     }
     if (u.chunk == 0 && thread_x() == 0) device::store_global(params.lse_t + scalar, lse_t[i]);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      const int64_t column = first_column + column_of_thread(j);
+      const int64_t column = u.first_column + column_of_thread(j);
       if (column >= p.value_dim) continue;
       T out_ij = load_number(tile.row(out, params.out, r) + column);
       if constexpr (sizeof(Element) == 2) {

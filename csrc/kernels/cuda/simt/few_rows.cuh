@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/simt/merge.cuh"
 #include "kernels/cuda/simt/score.cuh"
+#include "kernels/cuda/simt/unit.cuh"
 #include "kernels/online_softmax.h"
 
 // Forward attention with few rows (a step of decoding): K and V are read once, from memory straight
@@ -67,26 +68,19 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
   const FewRowsShared<T, kRows> shared(device::shared_memory(), p.head_dim);
-  const auto u = TileUnit::of(unit, column_chunks(p.value_dim, kWarpColumns), task.splits,
-                              ceil_divide(rows_of_kv_head(p), kRows));
-  const int64_t batch = u.head / p.kv_heads, kv_head = u.head % p.kv_heads;
-  const PackedRows packed = rows_of_kv_head(p, kv_head);
-  const int64_t first_row = u.tile * kRows, first_column = u.chunk * kWarpColumns;
-  const int rows = at_most(kRows, packed.count - first_row);
+  const RowUnit<kRows, kWarpColumns> u(p, unit, p.value_dim, task.splits);
   const int lane = device::thread() % device::kWarp, warp = device::thread() / device::kWarp;
 
   const RowTile& tile = shared.rows;
-  const auto query = TileRows<Element>::of(p, p.query, batch, p.scale, shared.query_offsets);
-  tile.load<kRows>(p, packed, first_row, query.offsets);
+  const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, shared.query_offsets);
+  tile.load<kRows>(p, u.packed, u.first_row, query.offsets);
   device::barrier();
   for (int64_t i = device::thread(); i < kRows * p.head_dim; i += kThreads) {
     device::store_shared(shared.query + i, query(static_cast<int>(i / p.head_dim), i % p.head_dim));
   }
   device::barrier();
-  const Scores<T> scores(p, batch);
-  const KeyRange any =
-      keys_of_any(p.band, packed.query(first_row), packed.query(first_row + rows - 1), p.keys)
-          .intersection(keys_of_split(p.keys, task.splits, u.split));
+  const Scores<T> scores(p, u.batch);
+  const KeyRange any = u.keys_of_any(p).intersection(keys_of_split(p.keys, task.splits, u.split));
 
   OnlineSoftmax<ScalarMath<T>> softmax[kRows];  // sums of this lane's keys only
   T out[kRows][4];
@@ -97,13 +91,14 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
        n += kWarps * kWarpKeys) {
     const int keys = at_most(kWarpKeys, any.end - n);
     T weight[kRows];
-    multiply_keys<Element>(TileKeys<Element>::of(p, p.key, batch, kv_head, n, keys), shared.query,
-                           p.head_dim, weight);
+    multiply_keys<Element>(TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys),
+                           shared.query, p.head_dim, weight);
     uint32_t kept[kRows], kept_by_any = 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       T cap;
-      const bool keep = r < rows && lane < keys && scores.modify(tile, r, n + lane, weight[r], cap);
+      const bool keep =
+          r < u.rows && lane < keys && scores.modify(tile, r, n + lane, weight[r], cap);
       if (!keep) weight[r] = -infinity<T>();
       kept[r] = device::ballot(keep);
       kept_by_any |= kept[r];
@@ -111,18 +106,18 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
 #pragma unroll
       for (int c = 0; c < 4; ++c) out[r][c] *= correction;
       weight[r] = softmax[r].weight(weight[r], softmax[r].shift());
-      if (scores.drops() && r < rows) {
+      if (scores.drops() && r < u.rows) {
         const uint32_t stays = scores.stays(tile, r, n + lane / 4 * 4);
         if ((stays >> lane % 4 & 1) == 0) weight[r] = T(0);
       }
     }
-    const auto values = TileKeys<Element>::of(p, p.value, batch, kv_head, n, keys);
+    const auto values = TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, n, keys);
     for (int j = 0; j < keys; ++j) {
       if ((kept_by_any >> j & 1) == 0) continue;
       T v[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const int64_t column = first_column + c * device::kWarp + lane;
+        const int64_t column = u.first_column + c * device::kWarp + lane;
         v[c] = column < p.value_dim ? values(j, column) : T(0);
       }
 #pragma unroll
@@ -151,10 +146,10 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
     }
   }
   device::barrier();
-  const ForwardResult<Element> result(task, batch);
-  for (int i = device::thread(); i < rows * kWarpColumns; i += kThreads) {
+  const ForwardResult<Element> result(task, u.batch);
+  for (int i = device::thread(); i < u.rows * kWarpColumns; i += kThreads) {
     const int r = i / kWarpColumns;
-    const int64_t column = first_column + i % kWarpColumns;
+    const int64_t column = u.first_column + i % kWarpColumns;
     const T* parts = shared.numbers + r * kStep;
     T max = -infinity<T>(), sum = T(0), sum_of_column = T(0);
     for (int w = 0; w < kWarps; ++w) {
@@ -169,7 +164,7 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
       sum_of_column += factor * device::load_shared(part + 2 + i % kWarpColumns);
     }
     if (task.splits > 1) {
-      T* row = partial_row(task, u.head, first_row + r) + u.split * partial_step(p);
+      T* row = partial_row(task, u.head, u.first_row + r) + u.split * partial_step(p);
       if (column < p.value_dim) device::store_global(row + column, sum_of_column);
       if (column == 0) {
         device::store_global(row + p.value_dim, max);

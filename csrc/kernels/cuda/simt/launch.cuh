@@ -58,8 +58,7 @@ template <class Element, int kOwn, int kColumns>
 int launch_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
-  const int64_t units = p.batch * p.kv_heads * column_chunks(p.value_dim, kSide * kColumns) *
-                        task.splits * ceil_divide(rows_of_kv_head(p), kSide * kOwn);
+  const int64_t units = RowUnit<kSide * kOwn, kSide * kColumns>::count(p, p.value_dim, task.splits);
   return device::launch("attention_forward", attention_forward_kernel<Element, kOwn, kColumns>,
                         blocks_of(units), kThreads,
                         shared_bytes<ForwardShared<T, kOwn, kColumns>>(), stream, task, units);
@@ -69,8 +68,7 @@ template <class Element, int kRows>
 int launch_few_rows(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
-  const int64_t units = p.batch * p.kv_heads * column_chunks(p.value_dim, kWarpColumns) *
-                        task.splits * ceil_divide(rows_of_kv_head(p), kRows);
+  const int64_t units = RowUnit<kRows, kWarpColumns>::count(p, p.value_dim, task.splits);
   return device::launch("few_rows", few_rows_kernel<Element, kRows>, blocks_of(units), kThreads,
                         shared_bytes<FewRowsShared<T, kRows>>(p.head_dim), stream, task, units);
 }
@@ -104,8 +102,7 @@ int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
 template <class Element, int kColumns>
 int launch_grad_query(const BackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.problem;
-  const int64_t units = p.batch * p.kv_heads * column_chunks(p.head_dim, kSide * kColumns) *
-                        ceil_divide(rows_of_kv_head(p), kBackwardRows);
+  const int64_t units = RowUnit<kBackwardRows, kSide * kColumns>::count(p, p.head_dim);
   return device::launch("grad_query", grad_query_kernel<Element, kColumns>, blocks_of(units),
                         kThreads, shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream,
                         task, units);
@@ -114,8 +111,7 @@ int launch_grad_query(const BackwardTask<Real<Element>>& task, void* stream) {
 template <class Element, int kColumns>
 int launch_grad_key(const BackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.problem;
-  const int64_t units = p.batch * p.kv_heads * column_chunks(widest_gradient(p), kSide * kColumns) *
-                        ceil_divide(p.keys, kBackwardRows);
+  const int64_t units = KeyUnit<kBackwardRows, kSide * kColumns>::count(p, widest_gradient(p));
   return device::launch("grad_key", grad_key_kernel<Element, kColumns>, blocks_of(units), kThreads,
                         shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream, task,
                         units);
@@ -181,8 +177,7 @@ template <class Element, int kColumns>
 int launch_jvp(const JvpTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.jvp.problem;
-  const int64_t units = p.batch * p.kv_heads * column_chunks(p.value_dim, kSide * kColumns) *
-                        ceil_divide(rows_of_kv_head(p), kBackwardRows);
+  const int64_t units = RowUnit<kBackwardRows, kSide * kColumns>::count(p, p.value_dim);
   return device::launch("attention_jvp", attention_jvp_kernel<Element, kColumns>, blocks_of(units),
                         kThreads, shared_bytes<JvpShared<T, kColumns>>(), stream, task, units);
 }
@@ -197,8 +192,7 @@ int run_jvp(const JvpTask<Real<Element>>& task, void* stream) {
 template <class Element, int kColumns>
 int launch_grad_query_t(const BackwardBackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.backward.problem;
-  const int64_t units = p.batch * p.kv_heads * column_chunks(p.head_dim, kSide * kColumns) *
-                        ceil_divide(rows_of_kv_head(p), kBackwardRows);
+  const int64_t units = RowUnit<kBackwardRows, kSide * kColumns>::count(p, p.head_dim);
   return device::launch("grad_query_t", grad_query_t_kernel<Element, kColumns>, blocks_of(units),
                         kThreads, shared_bytes<BackwardTangentShared<Real<Element>, kColumns>>(),
                         stream, task, units);
@@ -207,8 +201,7 @@ int launch_grad_query_t(const BackwardBackwardTask<Real<Element>>& task, void* s
 template <class Element, int kColumns>
 int launch_grad_key_t(const BackwardBackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.backward.problem;
-  const int64_t units = p.batch * p.kv_heads * column_chunks(widest_gradient(p), kSide * kColumns) *
-                        ceil_divide(p.keys, kBackwardRows);
+  const int64_t units = KeyUnit<kBackwardRows, kSide * kColumns>::count(p, widest_gradient(p));
   return device::launch("grad_key_t", grad_key_t_kernel<Element, kColumns>, blocks_of(units),
                         kThreads, shared_bytes<BackwardTangentShared<Real<Element>, kColumns>>(),
                         stream, task, units);

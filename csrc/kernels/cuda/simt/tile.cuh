@@ -153,6 +153,16 @@ struct PackedRows {
 
   QKV_INLINE int64_t query(int64_t row) const { return row / group; }
   QKV_INLINE int64_t head(int64_t row) const { return first_head + row % group; }
+
+  /// The keys that some of the rows first .. first + rows see, by the band, and those that all see.
+  template <class T>
+  QKV_DEVICE KeyRange keys_of_any(const Problem<T>& p, int64_t first, int rows) const {
+    return simt::keys_of_any(p.band, query(first), query(first + rows - 1), p.keys);
+  }
+  template <class T>
+  QKV_DEVICE KeyRange keys_of_all(const Problem<T>& p, int64_t first, int rows) const {
+    return simt::keys_of_all(p.band, query(first), query(first + rows - 1), p.keys);
+  }
 };
 
 /// All rows that see a key/value head, and how many these are.
@@ -165,27 +175,6 @@ template <class T>
 QKV_INLINE int64_t rows_of_kv_head(const Problem<T>& p) {
   return rows_of_kv_head(p, 0).count;
 }
-
-/// What a block works on: a unit's place in a grid of (head of key and value in the batch, column
-/// chunk, split of the keys, tile). Tiles come last first: under a causal mask the last are the
-/// longest.
-struct TileUnit {
-  int64_t head;
-  int64_t chunk;
-  int64_t split;
-  int64_t tile;
-
-  static QKV_DEVICE TileUnit of(int64_t unit, int64_t chunks, int64_t splits, int64_t tiles) {
-    TileUnit u;
-    u.tile = tiles - 1 - unit % tiles;
-    unit /= tiles;
-    u.split = unit % splits;
-    unit /= splits;
-    u.chunk = unit % chunks;
-    u.head = unit / chunks;
-    return u;
-  }
-};
 
 /// Where the rows of a tile lie in an operand's batch element, in shared memory; -1: there is no
 /// row.

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/simt/product.cuh"
 #include "kernels/cuda/simt/score.cuh"
+#include "kernels/cuda/simt/unit.cuh"
 
 // The weights P = exp(S - lse), computed once more from the lse that the forward has left: what all
 // derivatives begin with. Their tiles are 64 x 64, 4 x 4 pairs for each thread, whichever side is

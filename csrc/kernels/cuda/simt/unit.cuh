@@ -1,0 +1,92 @@
+#pragma once
+
+#include "kernels/cuda/simt/tile.cuh"
+
+// What a block works on, and how many such units a problem has.
+
+namespace qkv::kernels::simt {
+
+/// Up to kRows packed rows of a head of key and value, up to kWidth columns of their results, and
+/// one of the ranges ("splits") that the keys are cut into. Tiles of rows come last first: under a
+/// causal mask the last are the longest.
+template <int kRows, int kWidth>
+struct RowUnit {
+  int64_t head;  // of key and value, in the batch
+  int64_t batch;
+  int64_t kv_head;
+  int64_t split;
+  int64_t chunk;
+  int64_t first_column;
+  PackedRows packed;
+  int64_t first_row;
+  int rows;
+
+  template <class T>
+  static QKV_INLINE int64_t count(const Problem<T>& p, int64_t columns, int64_t splits = 1) {
+    return p.batch * p.kv_heads * column_chunks(columns, kWidth) * splits *
+           ceil_divide(rows_of_kv_head(p), kRows);
+  }
+
+  template <class T>
+  QKV_DEVICE RowUnit(const Problem<T>& p, int64_t unit, int64_t columns, int64_t splits = 1) {
+    const int64_t tiles = ceil_divide(rows_of_kv_head(p), kRows);
+    const int64_t chunks = column_chunks(columns, kWidth);
+    const int64_t tile = tiles - 1 - unit % tiles;
+    unit /= tiles;
+    split = unit % splits;
+    unit /= splits;
+    chunk = unit % chunks;
+    head = unit / chunks;
+    batch = head / p.kv_heads;
+    kv_head = head % p.kv_heads;
+    first_column = chunk * kWidth;
+    packed = rows_of_kv_head(p, kv_head);
+    first_row = tile * kRows;
+    rows = at_most(kRows, packed.count - first_row);
+  }
+
+  /// The keys that some row sees, by the band, and those that all see.
+  template <class T>
+  QKV_DEVICE KeyRange keys_of_any(const Problem<T>& p) const {
+    return packed.keys_of_any(p, first_row, rows);
+  }
+  template <class T>
+  QKV_DEVICE KeyRange keys_of_all(const Problem<T>& p) const {
+    return packed.keys_of_all(p, first_row, rows);
+  }
+};
+
+/// Up to kKeys keys of a head, and up to kWidth columns of their gradients. Tiles come in order:
+/// under a causal mask the first are the longest.
+template <int kKeys, int kWidth>
+struct KeyUnit {
+  int64_t batch;
+  int64_t kv_head;
+  int64_t first_column;
+  PackedRows packed;  // that may see the keys
+  int64_t first_key;
+  int keys;
+
+  template <class T>
+  static QKV_INLINE int64_t count(const Problem<T>& p, int64_t columns) {
+    return p.batch * p.kv_heads * column_chunks(columns, kWidth) * ceil_divide(p.keys, kKeys);
+  }
+
+  template <class T>
+  QKV_DEVICE KeyUnit(const Problem<T>& p, int64_t unit, int64_t columns) {
+    const int64_t tiles = ceil_divide(p.keys, kKeys), chunks = column_chunks(columns, kWidth);
+    const int64_t tile = unit % tiles;
+    unit /= tiles;
+    first_column = unit % chunks * kWidth;
+    const int64_t head = unit / chunks;
+    batch = head / p.kv_heads;
+    kv_head = head % p.kv_heads;
+    packed = rows_of_kv_head(p, kv_head);
+    first_key = tile * kKeys;
+    keys = at_most(kKeys, p.keys - first_key);
+  }
+
+  QKV_DEVICE KeyRange range() const { return {first_key, first_key + keys}; }
+};
+
+}  // namespace qkv::kernels::simt
