@@ -30,13 +30,15 @@ DTYPES = {
     "fp64": torch.float64,
 }
 TARGET_MS = 5.0
+# Of one pass; a jvp is a forward with tangents. A double backward is a jvp and ten more.
+PRODUCTS = {"forward": 2, "backward": 5, "double_backward": 15, "jvp": 7}
 
 
 @dataclass
 class Point:
     name: str
     dtype: str
-    direction: str  # forward or backward
+    direction: str  # one of PRODUCTS
     batch: int = 1
     heads: int = 16
     kv_heads: int = 16
@@ -47,9 +49,9 @@ class Point:
 
     @property
     def multiply_adds(self) -> float:
-        """Of two products forward and five backward, half of them if causal."""
+        """Of all products, half of them if causal."""
         pairs = self.batch * self.heads * self.queries * self.keys * (0.5 if self.causal else 1.0)
-        return pairs * self.head_dim * (2 if self.direction == "forward" else 5)
+        return pairs * self.head_dim * PRODUCTS[self.direction]
 
     @property
     def bytes_read(self) -> float:
@@ -74,6 +76,11 @@ def grid() -> list[Point]:
         for batch, kv_heads in ((1, 32), (1, 8), (16, 32), (16, 8)):
             name = f"{dtype} decode B{batch} H32:{kv_heads} N32768 D128"
             points.append(Point(name, dtype, "forward", batch, 32, kv_heads, 1, 32768, 128))
+    for dtype in ("fp32", "bf16"):
+        for direction in ("double_backward", "jvp"):
+            for keys in (2048, 4096):
+                name = f"{dtype} {direction} N{keys} D64 causal"
+                points.append(Point(name, dtype, direction, 1, 8, 8, keys, keys, 64, True))
     points.append(Point("fp64 forward N2048 D64", "fp64", "forward", queries=2048, keys=2048))
     points.append(Point("fp64 backward N2048 D64", "fp64", "backward", queries=2048, keys=2048))
     return points
@@ -82,21 +89,29 @@ def grid() -> list[Point]:
 def systems(p: Point) -> dict[str, Callable[[], object]]:
     """What is timed at a point, by name; each a call without arguments."""
     options = {"device": "cuda", "dtype": DTYPES[p.dtype]}
-    backward = p.direction == "backward"
+    has_graph = p.direction in ("backward", "double_backward")
 
     def leaf(heads: int, rows: int) -> torch.Tensor:
         x = torch.randn(p.batch, heads, rows, p.head_dim, **options)
-        return x.requires_grad_(backward)
+        return x.requires_grad_(has_graph)
 
-    q, k, v = leaf(p.heads, p.queries), leaf(p.kv_heads, p.keys), leaf(p.kv_heads, p.keys)
-    grouped = {"is_causal": p.causal, "enable_gqa": p.heads != p.kv_heads}
+    inputs = leaf(p.heads, p.queries), leaf(p.kv_heads, p.keys), leaf(p.kv_heads, p.keys)
+    along = [torch.randn_like(x) for x in inputs]  # tangents, or cotangents of gradients
 
     def timed(attention: Callable[..., torch.Tensor]) -> Callable[[], object]:
-        if not backward:
-            return lambda: attention(q, k, v, **grouped)
-        out = attention(q, k, v, **grouped)
-        grad = torch.randn_like(out)
-        return lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+        def attend(*x: torch.Tensor) -> torch.Tensor:
+            return attention(*x, is_causal=p.causal, enable_gqa=p.heads != p.kv_heads)
+
+        if p.direction == "forward":
+            return lambda: attend(*inputs)
+        if p.direction == "jvp":
+            return lambda: torch.func.jvp(attend, inputs, tuple(along))
+        out = attend(*inputs)
+        grad = torch.randn_like(out).requires_grad_()
+        if p.direction == "backward":
+            return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+        first = torch.autograd.grad(out, inputs, grad, create_graph=True)
+        return lambda: torch.autograd.grad(first, (*inputs, grad), along, retain_graph=True)
 
     def of_backend(backend: SDPBackend) -> Callable[..., torch.Tensor]:
         def attention(*args, **kwargs):
@@ -105,6 +120,8 @@ def systems(p: Point) -> dict[str, Callable[[], object]]:
 
         return attention
 
+    if p.direction in ("double_backward", "jvp"):  # PyTorch's only way
+        return {"qkv": timed(qkv.attention), "math": timed(of_backend(SDPBackend.MATH))}
     found = {"qkv": timed(qkv.attention), "sdpa": timed(F.scaled_dot_product_attention)}
     for name, backend in (
         ("flash", SDPBackend.FLASH_ATTENTION),
@@ -160,7 +177,7 @@ def row(p: Point, times: dict[str, list[float]], limit: dict[str, float]) -> str
     spread = (max(times["qkv"]) - min(times["qkv"])) / ours
     others = [
         f"{statistics.median(t) / ours:.2f}" if (t := times.get(name)) else ""
-        for name in ("sdpa", "flash", "efficient", "cudnn")
+        for name in ("sdpa", "flash", "efficient", "cudnn", "math")
     ]
     if p.is_decode:
         share = p.bytes_read / (min(times["qkv"]) * 1e-3) / limit["bytes"]
@@ -184,8 +201,8 @@ def main(argv: Optional[list[str]] = None) -> None:
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; x: PyTorch's time over ours",
         "",
-        "| | ms | spread | of the limit | x sdpa | x flash | x efficient | x cudnn |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | ms | spread | of the limit | x sdpa | x flash | x efficient | x cudnn | x math |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines))
     results = []
