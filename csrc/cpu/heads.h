@@ -13,6 +13,9 @@
 
 namespace qkv::cpu {
 
+/// Where an operand that broadcasts over them has its heads, from the last dimension on.
+inline int64_t dimension_of_heads(size_t operand) { return operand < 4 ? 3 : 1; }
+
 /// Some neighbouring heads of key and value, with the query's heads that see them.
 class Heads {
  public:
@@ -59,7 +62,7 @@ class Heads {
   Tensor of_operand(size_t i, const Tensor& x) const {
     const bool of_keys = i == 1 || i == 2;
     if (of_keys) return all_ ? x : x.narrow(-3, first_, count_);
-    return of_query_heads(x, i < 4 ? 3 : 1);
+    return of_query_heads(x, dimension_of_heads(i));
   }
 
  private:
@@ -86,7 +89,7 @@ class Heads {
 inline bool sums_over_heads(const Operands& x, const Needs& needs) {
   const auto tensors = x.tensors();
   for (size_t i = 3; i < needs.size(); ++i) {
-    const int64_t dimension = i == 3 ? 3 : 1;
+    const int64_t dimension = dimension_of_heads(i);
     if (needs[i] && (tensors[i]->dim() < dimension || tensors[i]->size(-dimension) == 1)) {
       return true;
     }

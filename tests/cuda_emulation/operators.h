@@ -104,4 +104,33 @@ inline qkv::Operands large(int64_t batch, int64_t queries = 150, int64_t keys = 
   return x;
 }
 
+/// Whole tiles without options, full and causal.
+inline std::vector<qkv::Operands> plain_tiles() {
+  qkv::Operands full = large(1, 128, 192, 64, 64);
+  full.attn_mask = full.alibi_slopes = full.sinks = full.key_mask = full.dropout_seed =
+      std::nullopt;
+  full.softcap = full.dropout_p = 0.0;
+  full.band = {-1, -1, 0};
+  qkv::Operands causal = full;
+  causal.band = {-1, 0, 64};
+  return {full, causal};
+}
+
+inline std::vector<qkv::Operands> masks_of_every_broadcast_shape() {
+  std::vector<qkv::Operands> all;
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{1, 1, 70, 90},
+                                            {2, 1, 1, 90},
+                                            {1, 4, 70, 1},
+                                            {1, 1, 1, 1},
+                                            {2, 4, 70, 90},
+                                            {1, 1, 1, 90}}) {
+    qkv::Operands x = large(2, 70, 90, 5, 6);
+    torch::manual_seed(4);
+    x.attn_mask = torch::randn(shape, torch::kDouble);
+    x.band = {-1, 0, 20};
+    all.push_back(x);
+  }
+  return all;
+}
+
 }  // namespace emulation

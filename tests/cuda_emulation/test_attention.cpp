@@ -120,13 +120,7 @@ TEST(Emulated, OperatorsRunTheKernels) {
 }
 
 TEST(Emulated, PlainTiles) {
-  qkv::Operands x = large(1, 128, 192, 64, 64);
-  x.attn_mask = x.alibi_slopes = x.sinks = x.key_mask = x.dropout_seed = std::nullopt;
-  x.softcap = x.dropout_p = 0.0;
-  x.band = {-1, -1, 0};
-  check(x, torch::kFloat);
-  x.band = {-1, 0, 64};
-  check(x, torch::kFloat);
+  for (const auto& x : plain_tiles()) check(x, torch::kFloat);
 }
 
 TEST(Emulated, FewRowsAndManyKeys) {
@@ -137,18 +131,7 @@ TEST(Emulated, FewRowsAndManyKeys) {
 }
 
 TEST(Emulated, MasksOfEveryBroadcastShape) {
-  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{1, 1, 70, 90},
-                                            {2, 1, 1, 90},
-                                            {1, 4, 70, 1},
-                                            {1, 1, 1, 1},
-                                            {2, 4, 70, 90},
-                                            {1, 1, 1, 90}}) {
-    qkv::Operands x = large(2, 70, 90, 5, 6);
-    torch::manual_seed(4);
-    x.attn_mask = torch::randn(shape, torch::kDouble);
-    x.band = {-1, 0, 20};
-    check(x, torch::kDouble);
-  }
+  for (const auto& x : masks_of_every_broadcast_shape()) check(x, torch::kDouble);
 }
 
 bool equal(const Results& a, const Results& b) {

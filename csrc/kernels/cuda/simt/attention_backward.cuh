@@ -126,28 +126,28 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
 
 /// A block's columns of grad_query, without the scale; and sums for the slopes, of its 16 threads
 /// that share rows.
-template <class Element, int kColumns>
-QKV_DEVICE void write_query_gradient(const BackwardParams<Real<Element>>& params, int64_t batch,
-                                     const RowTile& tile, int rows, int64_t chunk,
+template <class Element, int kColumns, class Unit>
+QKV_DEVICE void write_query_gradient(const BackwardParams<Real<Element>>& params, const Unit& u,
+                                     const RowTile& tile,
                                      const Real<Element> (&grad)[kBackwardOwn][kColumns],
                                      const Real<Element> (&slope_gradient)[kBackwardOwn]) {
   using T = Real<Element>;
   const Problem<T>& p = params.problem;
-  Element* grad_query = batch_of<Element>(p, params.grad_query, batch);
+  Element* grad_query = batch_of<Element>(p, params.grad_query, u.batch);
 #pragma unroll
   for (int i = 0; i < kBackwardOwn; ++i) {
     const int r = thread_y() * kBackwardOwn + i;
     const T slope_gradient_of_row = sum_of_lanes<kSide>(slope_gradient[i]);
-    if (r >= rows) continue;
-    if (params.slope_gradient_of_rows != nullptr && chunk == 0 && thread_x() == 0) {
-      device::store_global(params.slope_gradient_of_rows + tile.scalar(p, batch, r),
+    if (r >= u.rows) continue;
+    if (params.slope_gradient_of_rows != nullptr && u.chunk == 0 && thread_x() == 0) {
+      device::store_global(params.slope_gradient_of_rows + tile.scalar(p, u.batch, r),
                            slope_gradient_of_row);
     }
     if (params.grad_query.data == nullptr) continue;
     Element* row = tile.row(grad_query, params.grad_query, r);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      const int64_t column = chunk * (kSide * kColumns) + column_of_thread(j);
+      const int64_t column = u.first_column + column_of_thread(j);
       if (column < p.head_dim) {
         store_number(row + column * params.grad_query.column_stride, p.scale * grad[i][j]);
       }
@@ -172,16 +172,11 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   table.template load<kBackwardRows>(task, u.batch, u.packed, u.first_row, query, grad_out);
   device::barrier();
   const Scores<T> scores(p, u.batch);
-  const KeyRange any = u.keys_of_any(p);
-  const KeyRange all = u.keys_of_all(p);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
   set_to_zero(grad);
-  for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
-    const int keys = at_most(kOthers, any.end - n);
-    const bool partial = u.rows < kBackwardRows || keys < kOthers || scores.masks() ||
-                         !all.contains({n, n + kOthers});
+  u.for_each_tile(p, u.keys_of_any(p), scores.masks(), [&](int64_t n, int keys, bool partial) {
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
     multiply_pairs<kBackwardOwn>(query,
                                  TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys),
@@ -197,9 +192,9 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
     multiply_columns(OwnTile<T>{shared.numbers, shared.kept, partial},
                      TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys), keys,
                      u.first_column, p.head_dim, shared.stages, grad);
-  }
+  });
 
-  write_query_gradient<Element>(params, u.batch, table.tile, u.rows, u.chunk, grad, slope_gradient);
+  write_query_gradient<Element>(params, u, table.tile, grad, slope_gradient);
 }
 
 template <class Element, int kColumns>
@@ -211,20 +206,20 @@ grad_query_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_
 }
 
 /// A block's columns of grad_key or grad_value, which has `columns`.
-template <class Element, int kColumns>
+template <class Element, int kColumns, class Unit>
 QKV_DEVICE void write_key_gradient(const Problem<Real<Element>>& p,
-                                   const Operand<Real<Element>>& grad, int64_t batch,
-                                   int64_t kv_head, KeyRange keys, int64_t first_column,
+                                   const Operand<Real<Element>>& grad, const Unit& u,
                                    int64_t columns,
                                    const Real<Element> (&numbers)[kBackwardOwn][kColumns]) {
-  Element* of_head = batch_of<Element>(p, grad, batch) + kv_head * grad.head_stride;
+  Element* of_head = batch_of<Element>(p, grad, u.batch) + u.kv_head * grad.head_stride;
 #pragma unroll
   for (int i = 0; i < kBackwardOwn; ++i) {
-    const int64_t key = keys.begin + thread_y() * kBackwardOwn + i;
-    if (key >= keys.end) break;
+    const int k = thread_y() * kBackwardOwn + i;
+    if (k >= u.keys) break;
+    const int64_t key = u.first_key + k;
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      const int64_t column = first_column + column_of_thread(j);
+      const int64_t column = u.first_column + column_of_thread(j);
       if (column < columns) {
         store_number(of_head + key * grad.row_stride + column * grad.column_stride, numbers[i][j]);
       }
@@ -262,11 +257,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   T grad_key[kBackwardOwn][kColumns], grad_value[kBackwardOwn][kColumns];
   set_to_zero(grad_key);
   set_to_zero(grad_value);
-  for (int64_t first_row = 0; first_row < u.packed.count; first_row += kOthers) {
-    const int rows = at_most(kOthers, u.packed.count - first_row);
-    if (u.packed.keys_of_any(p, first_row, rows).intersection(u.range()).empty()) continue;
-    const bool partial = rows < kOthers || u.keys < kBackwardRows || scores.masks() ||
-                         !u.packed.keys_of_all(p, first_row, rows).contains(u.range());
+  u.for_each_tile(p, scores.masks(), [&](int64_t first_row, int rows, bool partial) {
     device::barrier();
     table.template load<kOthers>(task, u.batch, u.packed, first_row, query, grad_out);
     device::barrier();
@@ -288,15 +279,10 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
       store_pairs(g, shared.numbers);
       multiply_columns(own_tile, query, rows, u.first_column, p.head_dim, shared.stages, grad_key);
     }
-  }
+  });
 
-  const auto write = [&](const Operand<T>& grad, int64_t columns,
-                         const T(&numbers)[kBackwardOwn][kColumns]) {
-    write_key_gradient<Element>(p, grad, u.batch, u.kv_head, u.range(), u.first_column, columns,
-                                numbers);
-  };
-  if (need_key) write(params.grad_key, p.head_dim, grad_key);
-  if (need_value) write(params.grad_value, p.value_dim, grad_value);
+  if (need_key) write_key_gradient<Element>(p, params.grad_key, u, p.head_dim, grad_key);
+  if (need_value) write_key_gradient<Element>(p, params.grad_value, u, p.value_dim, grad_value);
 }
 
 template <class Element, int kColumns>

@@ -165,16 +165,11 @@ QKV_DEVICE void grad_query_t_unit(const BackwardBackwardTask<Real<Element>>& tas
                                      own.query.direction, own.grad_out);
   device::barrier();
   const MovingScores<T> scores(p, task.directions, u.batch);
-  const KeyRange any = u.keys_of_any(p);
-  const KeyRange all = u.keys_of_all(p);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
   set_to_zero(grad);
-  for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
-    const int keys = at_most(kOthers, any.end - n);
-    const bool partial = u.rows < kBackwardRows || keys < kOthers || scores.masks() ||
-                         !all.contains({n, n + kOthers});
+  u.for_each_tile(p, u.keys_of_any(p), scores.masks(), [&](int64_t n, int keys, bool partial) {
     const auto other = TangentTileKeys<Element>::of(task, u.batch, u.kv_head, n, keys);
     T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
     T g[kBackwardOwn][kOthersOfThread], g_t[kBackwardOwn][kOthersOfThread];
@@ -187,8 +182,8 @@ QKV_DEVICE void grad_query_t_unit(const BackwardBackwardTask<Real<Element>>& tas
     multiply_moving_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, true, g_t,
                             depth.key != 0, g, other.key, keys, u.first_column, p.head_dim,
                             shared.stages, grad);
-  }
-  write_query_gradient<Element>(params, u.batch, table.tile, u.rows, u.chunk, grad, slope_gradient);
+  });
+  write_query_gradient<Element>(params, u, table.tile, grad, slope_gradient);
 }
 
 template <class Element, int kColumns>
@@ -221,11 +216,7 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
   T grad_key[kBackwardOwn][kColumns], grad_value[kBackwardOwn][kColumns];
   set_to_zero(grad_key);
   set_to_zero(grad_value);
-  for (int64_t first_row = 0; first_row < u.packed.count; first_row += kOthers) {
-    const int rows = at_most(kOthers, u.packed.count - first_row);
-    if (u.packed.keys_of_any(p, first_row, rows).intersection(u.range()).empty()) continue;
-    const bool partial = rows < kOthers || u.keys < kBackwardRows || scores.masks() ||
-                         !u.packed.keys_of_all(p, first_row, rows).contains(u.range());
+  u.for_each_tile(p, scores.masks(), [&](int64_t first_row, int rows, bool partial) {
     device::barrier();
     table.template load<kOthers>(task, u.batch, u.packed, first_row, other.query.operand,
                                  other.query.direction, other.grad_out);
@@ -249,14 +240,9 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
       multiply_moving_columns(own_tile, true, g_t, depth.query != 0, g, other.query, rows,
                               u.first_column, p.head_dim, shared.stages, grad_key);
     }
-  }
-  const auto write = [&](const Operand<T>& grad, int64_t columns,
-                         const T(&numbers)[kBackwardOwn][kColumns]) {
-    write_key_gradient<Element>(p, grad, u.batch, u.kv_head, u.range(), u.first_column, columns,
-                                numbers);
-  };
-  if (need_key) write(params.grad_key, p.head_dim, grad_key);
-  if (need_value) write(params.grad_value, p.value_dim, grad_value);
+  });
+  if (need_key) write_key_gradient<Element>(p, params.grad_key, u, p.head_dim, grad_key);
+  if (need_value) write_key_gradient<Element>(p, params.grad_value, u, p.value_dim, grad_value);
 }
 
 template <class Element, int kColumns>

@@ -80,7 +80,6 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   const Scores<T> scores(p, u.batch);
   const KeyRange split = keys_of_split(p.keys, task.splits, u.split);
   const KeyRange any = u.keys_of_any(p).intersection(split);
-  const KeyRange all = u.keys_of_all(p);
 
   OnlineSoftmax<ScalarMath<T>> softmax[kOwn];  // sums of this thread's keys only
   T out[kOwn][kColumns];
@@ -88,10 +87,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) softmax[i].clear();
 
-  for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
-    const int keys = at_most(kOthers, any.end - n);
-    const bool partial =
-        u.rows < kRows || keys < kOthers || scores.masks() || !all.contains({n, n + kOthers});
+  u.for_each_tile(p, any, scores.masks(), [&](int64_t n, int keys, bool partial) {
     T s[kOwn][kOthersOfThread];
     multiply_pairs<kOwn>(query, TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys),
                          p.head_dim, shared.stages, s);
@@ -122,7 +118,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
     multiply_columns(OwnTile<T>{shared.weights, shared.kept, partial},
                      TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, n, keys), keys,
                      u.first_column, p.value_dim, shared.stages, out);
-  }
+  });
 
   const ForwardResult<Element> result(task, u.batch);
   const bool writes_scalars = u.chunk == 0 && thread_x() == 0;

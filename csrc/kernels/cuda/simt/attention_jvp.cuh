@@ -97,15 +97,11 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   device::barrier();
   const MovingScores<T> scores(p, along, u.batch);
   const KeyRange any = moves || value_moves ? u.keys_of_any(p) : KeyRange{0, 0};
-  const KeyRange all = u.keys_of_all(p);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   T out_t[kBackwardOwn][kColumns], lse_t[kBackwardOwn] = {};
   set_to_zero(out_t);
-  for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
-    const int keys = at_most(kOthers, any.end - n);
-    const bool partial = u.rows < kBackwardRows || keys < kOthers || scores.masks() ||
-                         !all.contains({n, n + kOthers});
+  u.for_each_tile(p, any, scores.masks(), [&](int64_t n, int keys, bool partial) {
     const auto keys_of = [&](const Operand<const T>& x, const Operand<const T>& x_t) {
       return Moving<TileKeys<Element>>{TileKeys<Element>::of(p, x, u.batch, u.kv_head, n, keys),
                                        TileKeys<Element>::of(p, x_t, u.batch, u.kv_head, n, keys)};
@@ -119,7 +115,7 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
     multiply_moving_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, moves, s_t,
                             value_moves, s, keys_of(p.value, along.value), keys, u.first_column,
                             p.value_dim, shared.stages, out_t);
-  }
+  });
 
   const Element* out = batch_of<Element>(p, params.out, u.batch);
   const Element* out_rest = batch_of<Element>(p, task.out_rest, u.batch);

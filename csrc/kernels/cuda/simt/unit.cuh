@@ -45,14 +45,22 @@ struct RowUnit {
     rows = at_most(kRows, packed.count - first_row);
   }
 
-  /// The keys that some row sees, by the band, and those that all see.
+  /// The keys that some row sees, by the band.
   template <class T>
   QKV_DEVICE KeyRange keys_of_any(const Problem<T>& p) const {
     return packed.keys_of_any(p, first_row, rows);
   }
-  template <class T>
-  QKV_DEVICE KeyRange keys_of_all(const Problem<T>& p) const {
-    return packed.keys_of_all(p, first_row, rows);
+
+  /// add(first, keys, partial) for each tile of kOthers keys that has some of `any`. Partial: not
+  /// every pair of it is kept, as by the band or where something `masks`.
+  template <class T, class Add>
+  QKV_DEVICE void for_each_tile(const Problem<T>& p, KeyRange any, bool masks,
+                                const Add& add) const {
+    const KeyRange all = packed.keys_of_all(p, first_row, rows);
+    for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
+      const int keys = at_most(kOthers, any.end - n);
+      add(n, keys, rows < kRows || keys < kOthers || masks || !all.contains({n, n + kOthers}));
+    }
   }
 };
 
@@ -87,6 +95,19 @@ struct KeyUnit {
   }
 
   QKV_DEVICE KeyRange range() const { return {first_key, first_key + keys}; }
+
+  /// add(first, rows, partial) for each tile of kOthers rows of which some see some of the keys;
+  /// partial as above.
+  template <class T, class Add>
+  QKV_DEVICE void for_each_tile(const Problem<T>& p, bool masks, const Add& add) const {
+    for (int64_t first_row = 0; first_row < packed.count; first_row += kOthers) {
+      const int rows = at_most(kOthers, packed.count - first_row);
+      if (packed.keys_of_any(p, first_row, rows).intersection(range()).empty()) continue;
+      add(first_row, rows,
+          rows < kOthers || keys < kKeys || masks ||
+              !packed.keys_of_all(p, first_row, rows).contains(range()));
+    }
+  }
 };
 
 }  // namespace qkv::kernels::simt
