@@ -6,41 +6,54 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// exp(x) for x <= 0, or small enough for the result to be finite: 2^n · 2^r with n = round(x ·
-/// log2 e), |r| <= 1/2.
+template <class T>
+struct ExpConstants;
+template <>
+struct ExpConstants<float> {
+  // The last bit of a float of this size is worth 1: adding it rounds x to an integer n and leaves
+  // n + 126 in the low bits.
+  static constexpr float kRounding = 0x1.8p23f + 126;
+  static constexpr float kZero = -87.6f;  // n = -126: exp(x) is exactly 0 from here down
+  // 2 · 2^-r for |r| <= 1/2: minimax with c0 = 2.
+  static constexpr float kPower[] = {-0.002652945462614298f, 0.019343025982379913f,
+                                     -0.11101467162370682f,  0.48044484853744507f,
+                                     -1.3862940073013306f,   2.0f};
+};
+template <>
+struct ExpConstants<double> {
+  static constexpr double kRounding = 0x1.8p52 + 1022;
+  static constexpr double kZero = -708.6;
+  // 2 · (-ln 2)^k / k!, k = 13 .. 0
+  static constexpr double kPower[] = {-2.7382977707808256e-12, 5.135687198697641e-11,
+                                      -8.891076547741623e-10,  1.4109823241602247e-08,
+                                      -2.03561720184794e-07,   2.643097358028862e-06,
+                                      -3.0505467608119682e-05, 0.0003080706078676322,
+                                      -0.0026667116292856887,  0.019236258215256954,
+                                      -0.11100821732964317,    0.48045301391820144,
+                                      -1.3862943611198906,     2.0};
+};
+
+/// exp(x) for x <= 0, or small enough for the result to be finite: 2^(n - 1) · (2 · 2^-r) with n =
+/// round(x · log2 e), r = n - x · log2 e. As 2^(n - 1) turns 0 before the result is subnormal, it
+/// never is: that would cost some processors more than a hundred cycles.
 ///
-/// float: minimax polynomial of degree 5 with c0 = 1, relative error 1.7e-7 with all roundings
-/// near 0, growing with |x| to 1.3e-6 where the result is near the smallest float.
+/// float: relative error 1.7e-7 with all roundings near 0, growing with |x| to 1.3e-6 where the
+/// result is near the smallest float.
 /// double: Taylor series of degree 13, truncation 4e-18.
 /// exp(-inf) and everything that would be under the smallest number is exactly 0; NaN stays NaN.
 template <class T>
 QKV_INLINE typename Simd<T>::Number exp_of_nonpositive(typename Simd<T>::Number x) {
   using S = Simd<T>;
-  const auto log2e = S::set(static_cast<T>(1.4426950408889634074));
-  x = S::maximum(S::set(S::kExpZero), x);
-  const auto n = S::round(x * log2e);
-  const auto r = S::fma(x, log2e, S::zero() - n);
-  typename S::Number power;
-  if constexpr (sizeof(T) == 4) {
-    power = S::fma(S::set(0.001326472731307149f), r, S::set(0.009671512991189957f));
-    power = S::fma(power, r, S::set(0.05550733581185341f));
-    power = S::fma(power, r, S::set(0.24022242426872253f));
-    power = S::fma(power, r, S::set(0.6931470036506653f));
-    power = S::fma(power, r, S::set(1.0f));
-  } else {
-    // (ln 2)^k / k!, k = 13 .. 0
-    constexpr double kTaylor[] = {1.3691488853904128881e-12, 2.5678435993488205142e-11,
-                                  4.4455382718708114975e-10, 7.0549116208011233301e-09,
-                                  1.0178086009239699728e-07, 1.3215486790144309489e-06,
-                                  1.5252733804059840281e-05, 1.5403530393381609954e-04,
-                                  1.3333558146428443424e-03, 9.6181291076284771620e-03,
-                                  5.5504108664821579953e-02, 2.4022650695910071233e-01,
-                                  6.9314718055994530942e-01, 1.0};
-    power = S::set(kTaylor[0]);
+  using Constants = ExpConstants<T>;
+  constexpr auto kLog2E = static_cast<T>(1.4426950408889634074);
+  x = S::maximum(S::set(Constants::kZero), x);
+  const auto rounded = S::fma(x, S::set(kLog2E), S::set(Constants::kRounding));
+  const auto r = S::fma(x, S::set(-kLog2E), rounded - S::set(Constants::kRounding));
+  constexpr int kTerms = sizeof(Constants::kPower) / sizeof(T);
+  auto power = S::set(Constants::kPower[0]);
 #pragma GCC unroll 13
-    for (int k = 1; k < 14; ++k) power = S::fma(power, r, S::set(kTaylor[k]));
-  }
-  return S::scale_by_power_of_2(power, n);
+  for (int k = 1; k < kTerms; ++k) power = S::fma(power, r, S::set(Constants::kPower[k]));
+  return power * S::exponent_from_low_bits(rounded);
 }
 
 /// |x|. NaN stays.

@@ -20,7 +20,6 @@ struct Simd<float> {
   static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
   static constexpr int kOuterVectors = 3;   // and the shape for long rows of C
   static constexpr int kOuterRows = 4;
-  static constexpr float kExpZero = -88.1f;  // exp(x) is exactly 0 from here down
 
   static QKV_INLINE Number zero() { return _mm256_setzero_ps(); }
   static QKV_INLINE Number set(float x) { return _mm256_set1_ps(x); }
@@ -41,13 +40,9 @@ struct Simd<float> {
   }
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm256_max_ps(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm256_min_ps(a, b); }
-  static QKV_INLINE Number round(Number x) {
-    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-  /// x · 2^n for integral -127 <= n <= 127; 0 for n = -127.
-  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
-    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return x * _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+  /// From 1.5 · 2^23 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
+  static QKV_INLINE Number exponent_from_low_bits(Number x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 23));
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
   static QKV_INLINE Mask less(Number a, Number b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
@@ -74,7 +69,6 @@ struct Simd<double> {
   static constexpr int kBroadcastRows = 4;
   static constexpr int kOuterVectors = 3;
   static constexpr int kOuterRows = 4;
-  static constexpr double kExpZero = -709.4;
 
   static QKV_INLINE Number zero() { return _mm256_setzero_pd(); }
   static QKV_INLINE Number set(double x) { return _mm256_set1_pd(x); }
@@ -87,16 +81,9 @@ struct Simd<double> {
   }
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm256_max_pd(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm256_min_pd(a, b); }
-  static QKV_INLINE Number round(Number x) {
-    return _mm256_round_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-  /// x · 2^n for integral -1023 <= n <= 1023; 0 for n = -1023.
-  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
-    // There is no double -> int64 conversion before AVX-512: adding 1.5 · 2^52 leaves n, in two's
-    // complement, in the lowest bits.
-    const __m256i low_bits = _mm256_castpd_si256(n + _mm256_set1_pd(6755399441055744.0));
-    const __m256i biased = _mm256_add_epi64(low_bits, _mm256_set1_epi64x(1023));
-    return x * _mm256_castsi256_pd(_mm256_slli_epi64(biased, 52));
+  /// From 1.5 · 2^52 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
+  static QKV_INLINE Number exponent_from_low_bits(Number x) {
+    return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(x), 52));
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm256_cmp_pd(a, b, _CMP_EQ_OQ); }
   static QKV_INLINE Mask less(Number a, Number b) { return _mm256_cmp_pd(a, b, _CMP_LT_OQ); }

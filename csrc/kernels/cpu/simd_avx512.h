@@ -21,7 +21,6 @@ struct Simd<float> {
   static constexpr int kBroadcastRows = 8;  // 8 x 3 accumulators, 3 operands: 27 of 32 registers
   static constexpr int kOuterVectors = 4;   // and the shape for long rows of C
   static constexpr int kOuterRows = 6;
-  static constexpr float kExpZero = -88.1f;  // exp(x) is exactly 0 from here down
 
   static QKV_INLINE Number zero() { return _mm512_setzero_ps(); }
   static QKV_INLINE Number set(float x) { return _mm512_set1_ps(x); }
@@ -39,12 +38,9 @@ struct Simd<float> {
   /// A NaN in `b` stays, a NaN in `a` may be lost.
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm512_max_ps(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_ps(a, b); }
-  static QKV_INLINE Number round(Number x) { return _mm512_roundscale_ps(x, 0); }
-  /// x · 2^n for integral n, 0 for n < -125: results are never subnormal, each of which would cost
-  /// some processors more than a hundred cycles.
-  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
-    const Mask not_tiny = _mm512_cmp_ps_mask(n, set(-125.0f), _CMP_NLT_UQ);  // NaN stays
-    return _mm512_maskz_scalef_ps(not_tiny, x, n);
+  /// From 1.5 · 2^23 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
+  static QKV_INLINE Number exponent_from_low_bits(Number x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23));
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   static QKV_INLINE Mask less(Number a, Number b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
@@ -71,7 +67,6 @@ struct Simd<double> {
   static constexpr int kBroadcastRows = 8;
   static constexpr int kOuterVectors = 4;
   static constexpr int kOuterRows = 6;
-  static constexpr double kExpZero = -709.4;
 
   static QKV_INLINE Number zero() { return _mm512_setzero_pd(); }
   static QKV_INLINE Number set(double x) { return _mm512_set1_pd(x); }
@@ -81,10 +76,9 @@ struct Simd<double> {
   static QKV_INLINE double sum(Number x) { return _mm512_reduce_add_pd(x); }
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm512_max_pd(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_pd(a, b); }
-  static QKV_INLINE Number round(Number x) { return _mm512_roundscale_pd(x, 0); }
-  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
-    const Mask not_tiny = _mm512_cmp_pd_mask(n, set(-1021.0), _CMP_NLT_UQ);
-    return _mm512_maskz_scalef_pd(not_tiny, x, n);
+  /// From 1.5 · 2^52 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
+  static QKV_INLINE Number exponent_from_low_bits(Number x) {
+    return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(x), 52));
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
   static QKV_INLINE Mask less(Number a, Number b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }

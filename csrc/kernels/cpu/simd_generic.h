@@ -20,7 +20,7 @@ struct VectorTypes {
 template <class T>
 struct Simd;
 
-template <class Real, class Integer, int kExponentBias, int kMantissaBits>
+template <class Real, class Integer, int kMantissaBits>
 struct SimdOf {
   using Number = typename VectorTypes<Real, Integer>::Number;
   using Mask = typename VectorTypes<Real, Integer>::Mask;
@@ -45,14 +45,10 @@ struct SimdOf {
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return a * b + c; }
   static QKV_INLINE Number maximum(Number a, Number b) { return a > b ? a : b; }
   static QKV_INLINE Number minimum(Number a, Number b) { return a < b ? a : b; }
-  static QKV_INLINE Number round(Number x) {  // |x| < 2^(mantissa bits - 1)
-    const Number magic = set(kRoundingMagic);
-    return (x + magic) - magic;
-  }
-  /// x · 2^n for integral n >= -bias; 0 for n = -bias.
-  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
-    const Mask low_bits = bits(n + set(kRoundingMagic));  // n in two's complement, lowest bits
-    return x * number((low_bits + kExponentBias) << kMantissaBits);
+  /// From 1.5 · 2^(mantissa bits) + n, n >= 0: the number with exponent bits n, which is 0 for n =
+  /// 0.
+  static QKV_INLINE Number exponent_from_low_bits(Number x) {
+    return reinterpret_cast<Number>(reinterpret_cast<Mask>(x) << kMantissaBits);
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return a == b; }
   static QKV_INLINE Mask less(Number a, Number b) { return a < b; }
@@ -74,19 +70,10 @@ struct SimdOf {
       m[lane] = -static_cast<Integer>(bytes[lane] >> bit & 1);
     return m;
   }
-
- private:
-  // 1.5 · 2^mantissa bits: the last bit of a number of this size is worth 1.
-  static constexpr Real kRoundingMagic = static_cast<Real>(3ll << (kMantissaBits - 1));
-
-  static QKV_INLINE Mask bits(Number x) { return reinterpret_cast<Mask>(x); }
-  static QKV_INLINE Number number(Mask x) { return reinterpret_cast<Number>(x); }
 };
 
 template <>
-struct Simd<float> : SimdOf<float, int32_t, 127, 23> {
-  static constexpr float kExpZero = -88.1f;
-
+struct Simd<float> : SimdOf<float, int32_t, 23> {
   static QKV_INLINE Number load_bfloat16(const uint16_t* p) { return converted<BFloat16>(p); }
   static QKV_INLINE Number load_float16(const uint16_t* p) { return converted<Float16>(p); }
 
@@ -100,9 +87,7 @@ struct Simd<float> : SimdOf<float, int32_t, 127, 23> {
 };
 
 template <>
-struct Simd<double> : SimdOf<double, int64_t, 1023, 52> {
-  static constexpr double kExpZero = -709.4;
-};
+struct Simd<double> : SimdOf<double, int64_t, 52> {};
 
 /// 32-bit words, for random numbers.
 struct Words {

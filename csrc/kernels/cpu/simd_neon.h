@@ -20,7 +20,6 @@ struct Simd<float> {
   static constexpr int kBroadcastRows = 8;  // 8 x 3 accumulators, 3 operands: 27 of 32 registers
   static constexpr int kOuterVectors = 4;   // and the shape for long rows of C
   static constexpr int kOuterRows = 6;
-  static constexpr float kExpZero = -88.1f;  // exp(x) is exactly 0 from here down
 
   static QKV_INLINE Number zero() { return vdupq_n_f32(0.0f); }
   static QKV_INLINE Number set(float x) { return vdupq_n_f32(x); }
@@ -36,11 +35,9 @@ struct Simd<float> {
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return vfmaq_f32(c, a, b); }
   static QKV_INLINE Number maximum(Number a, Number b) { return vmaxq_f32(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return vminq_f32(a, b); }
-  static QKV_INLINE Number round(Number x) { return vrndnq_f32(x); }
-  /// x · 2^n for integral -127 <= n <= 127; 0 for n = -127.
-  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
-    const int32x4_t biased = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
-    return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
+  /// From 1.5 · 2^23 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
+  static QKV_INLINE Number exponent_from_low_bits(Number x) {
+    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(x), 23));
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return vceqq_f32(a, b); }
   static QKV_INLINE Mask less(Number a, Number b) { return vcltq_f32(a, b); }
@@ -68,7 +65,6 @@ struct Simd<double> {
   static constexpr int kBroadcastRows = 8;
   static constexpr int kOuterVectors = 4;
   static constexpr int kOuterRows = 6;
-  static constexpr double kExpZero = -709.4;
 
   static QKV_INLINE Number zero() { return vdupq_n_f64(0.0); }
   static QKV_INLINE Number set(double x) { return vdupq_n_f64(x); }
@@ -78,11 +74,9 @@ struct Simd<double> {
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return vfmaq_f64(c, a, b); }
   static QKV_INLINE Number maximum(Number a, Number b) { return vmaxq_f64(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return vminq_f64(a, b); }
-  static QKV_INLINE Number round(Number x) { return vrndnq_f64(x); }
-  /// x · 2^n for integral -1023 <= n <= 1023; 0 for n = -1023.
-  static QKV_INLINE Number scale_by_power_of_2(Number x, Number n) {
-    const int64x2_t biased = vaddq_s64(vcvtq_s64_f64(n), vdupq_n_s64(1023));
-    return vmulq_f64(x, vreinterpretq_f64_s64(vshlq_n_s64(biased, 52)));
+  /// From 1.5 · 2^52 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
+  static QKV_INLINE Number exponent_from_low_bits(Number x) {
+    return vreinterpretq_f64_u64(vshlq_n_u64(vreinterpretq_u64_f64(x), 52));
   }
   static QKV_INLINE Mask equal(Number a, Number b) { return vceqq_f64(a, b); }
   static QKV_INLINE Mask less(Number a, Number b) { return vcltq_f64(a, b); }
