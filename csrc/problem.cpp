@@ -25,12 +25,6 @@ kernels::MaskType mask_type(const Tensor& mask) {
   }
 }
 
-kernels::Storage storage(at::ScalarType type) {
-  return type == at::kBFloat16 ? kernels::Storage::kBFloat16
-         : type == at::kHalf   ? kernels::Storage::kFloat16
-                               : kernels::Storage::kSame;
-}
-
 /// Far above every position there is, far below overflow when three of them are added.
 constexpr int64_t kFar = int64_t(1) << 60;
 
@@ -91,7 +85,7 @@ void describe(kernels::HeadNumbers<T>& numbers, const OptionalTensor& x, BatchDi
 template <class T>
 void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& batch) {
   problem = sizes_of<T>(x);
-  problem.key_value_storage = storage(x.key.scalar_type());
+  problem.key_value_storage = storage_of(x.key);
   problem.scale = scale_of(x).to<T>();
   // Neither the softcap nor its inverse may overflow T; beyond, it makes no difference.
   const double smallest = std::numeric_limits<T>::min(), largest = 1.0 / (16 * smallest);

@@ -81,6 +81,12 @@ void describe(kernels::Operand<const T>& operand, const Tensor& x, BatchDimensio
   batch.add(x, 3, operand.batch_stride);
 }
 
+inline kernels::Storage storage_of(const Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 ? kernels::Storage::kBFloat16
+         : x.scalar_type() == at::kHalf   ? kernels::Storage::kFloat16
+                                          : kernels::Storage::kSame;
+}
+
 /// The sizes of a problem, without any tensor.
 template <class T>
 kernels::Problem<T> sizes_of(const Operands& x) {

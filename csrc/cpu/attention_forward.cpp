@@ -38,14 +38,17 @@ Choice<T> choose(const Operands& x, at::ScalarType real) {
 }
 
 template <class T>
-void run(const Operands& operands, const Tensor& out, const Tensor& lse, const Tensor& lse_rest) {
+void run(const Operands& operands, const TensorTuple<4>& results) {
+  const auto& [out, lse, out_rest, lse_rest] = results;
   const Choice<T> choice = choose<T>(operands, lse.scalar_type());
   const kernels::ForwardKernels<T>& kernels = choice.kernels;
   const Operands& x = choice.operands;
   kernels::ForwardParams<T> params{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(params.problem, x, batch);
+  params.out_storage = storage_of(out);
   describe(params.out, out, batch);
+  if (params.out_storage != kernels::Storage::kSame) describe(params.out_rest, out_rest, batch);
   batch.complete(params.problem);
   params.lse = static_cast<T*>(lse.data_ptr());
   params.lse_rest = static_cast<T*>(lse_rest.data_ptr());
@@ -72,20 +75,15 @@ void run(const Operands& operands, const Tensor& out, const Tensor& lse, const T
 TensorTuple<4> attention_forward(const Operands& x) {
   check_operands("qkv::_attention_forward", x);
   check_batch_dimensions(x);
-  const auto [out, lse, out_rest, lse_rest] = empty_forward_results(x);
-  if (lse.numel() == 0) return {out, lse, out_rest, lse_rest};
-  const auto real = lse.scalar_type();
-  const Tensor real_out = writable(out, real);
-  if (real == at::kDouble) {
-    run<double>(x, real_out, lse, lse_rest);
+  const auto results = empty_forward_results(x);
+  const Tensor& lse = std::get<1>(results);
+  if (lse.numel() == 0) return results;
+  if (lse.scalar_type() == at::kDouble) {
+    run<double>(x, results);
   } else {
-    run<float>(x, real_out, lse, lse_rest);
+    run<float>(x, results);
   }
-  if (!real_out.is_same(out)) {
-    out.copy_(real_out);
-    out_rest.copy_(real_out.sub_(out));
-  }
-  return {out, lse, out_rest, lse_rest};
+  return results;
 }
 
 TORCH_LIBRARY_IMPL(qkv, CPU, m) { m.impl("_attention_forward", flat<&attention_forward>); }

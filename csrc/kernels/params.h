@@ -97,9 +97,11 @@ struct Problem {
 template <class T>
 struct ForwardParams {
   Problem<T> problem;
+  Storage out_storage;  // if 16 bits, out and out_rest point to such numbers
   Operand<T> out;
-  T* lse;       // (B, Hq, M), dense
-  T* lse_rest;  // what rounding took from lse, laid out as it
+  Operand<T> out_rest;  // then: what rounding took from out
+  T* lse;               // (B, Hq, M), dense
+  T* lse_rest;          // what rounding took from lse, laid out as it
   // With few rows the keys are cut into ranges: [B][Hkv][split][rows of a head][Dv + 2], or
   // nullptr.
   T* partial;

@@ -201,10 +201,12 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
           const int r = piece * Work::kPiece;
           const KeyRange seen = work.keys[piece];
           if (seen.empty()) continue;
-          multiply_add<T, Work::kPieceVectors>(
-              p.head_dim, seen.end - seen.begin, block_keys + seen.begin * p.key.row_stride,
-              UnitStride{}, p.key.row_stride, work.ds_tile + seen.begin * kRows + r, kRows,
-              grad_query_t + r, kRows);
+          work.with_vectors(r, [&](auto vectors) {
+            multiply_add<T, vectors()>(p.head_dim, seen.end - seen.begin,
+                                       block_keys + seen.begin * p.key.row_stride, UnitStride{},
+                                       p.key.row_stride, work.ds_tile + seen.begin * kRows + r,
+                                       kRows, grad_query_t + r, kRows);
+          });
         }
       }
     }

@@ -14,7 +14,6 @@
 namespace qkv::kernels::QKV_ISA {
 
 constexpr int64_t kKeysOfForwardSplit = 1024;  // at least
-constexpr int64_t kMaxForwardSplits = 16;
 
 template <class T>
 inline int64_t forward_tiles_per_head(const Problem<T>& problem) {

@@ -38,8 +38,9 @@ template <class T, int kVectors>
 struct BackwardTile {
   using S = Simd<T>;
   static constexpr int kRows = kVectors * S::kWidth;
-  // The products are done in pieces of at most 3 vectors, which is what registers hold. Where the
-  // edge of the band runs through a block, a piece leaves out the keys that none of its rows sees.
+  // The products are done in pieces of at most 3 vectors, which is what registers hold. Vectors
+  // without a row are left out; and where the edge of the band runs through a block, so are the
+  // keys that no row of a piece sees.
   static constexpr int kPieceVectors = kVectors > 3 ? kVectors / 2 : kVectors;
   static constexpr int kPieces = kVectors / kPieceVectors;
   static constexpr int kPiece = kPieceVectors * S::kWidth;
@@ -56,7 +57,7 @@ struct BackwardTile {
   uint8_t* stays;  // R != 0
   AlibiTile<T, kVectors> alibi;
   T* end_of_scratch;
-  bool whole;              // no keys are left out: all of P and dS is written
+  bool whole;              // nothing is left out: all of P and dS is written
   KeyRange keys[kPieces];  // of the block, that the pieces have taken
   alignas(64) T lse[kRows];
   alignas(64) T lse_rest[kRows];
@@ -115,10 +116,26 @@ struct BackwardTile {
     const bool partial = state == TileState::kPartial;
     for (int piece = 0; piece < kPieces; ++piece) {
       const int first_row = piece * kPiece;
-      keys[piece] = partial && !whole ? keys_seen(first_row, first_key, count) : KeyRange{0, count};
-      if (!keys[piece].empty()) load_piece(first_row, first_key, keys[piece], partial);
+      keys[piece] = keys_of_piece(first_row, first_key, count, partial);
+      if (keys[piece].empty()) continue;
+      with_vectors(first_row, [&](auto vectors) {
+        load_piece<vectors()>(first_row, first_key, keys[piece], partial);
+      });
     }
     return state;
+  }
+
+  /// Calls f with the number of vectors that a piece computes.
+  template <class F>
+  QKV_INLINE void with_vectors(int first_row, F f) const {
+    const int rows = whole ? kPiece : tile.rows - first_row;
+    if constexpr (kPieceVectors > 2) {
+      if (rows > 2 * S::kWidth) return f(Constant<3>{});
+    }
+    if constexpr (kPieceVectors > 1) {
+      if (rows > S::kWidth) return f(Constant<2>{});
+    }
+    f(Constant<1>{});
   }
 
   /// sums[r] -= dS · |p - j|, the row's share of the gradient of its slope.
@@ -148,9 +165,12 @@ struct BackwardTile {
   }
 
  private:
-  /// Those of the block that rows of a piece see by the band, cut at multiples of 8.
-  KeyRange keys_seen(int first_row, int64_t first_key, int count) const {
+  /// Those of the block that rows of a piece need: what they see by the band, cut at multiples
+  /// of 8.
+  KeyRange keys_of_piece(int first_row, int64_t first_key, int count, bool partial) const {
+    if (whole) return {0, count};
     if (first_row >= tile.rows) return {0, 0};
+    if (!partial) return {0, count};
     const int last_row = first_row + kPiece <= tile.rows ? first_row + kPiece - 1 : tile.rows - 1;
     const KeyRange seen = keys_of_any(p.band, tile.query[first_row], tile.query[last_row], p.keys);
     const int64_t begin = seen.begin > first_key ? (seen.begin - first_key) / 8 * 8 : 0;
@@ -158,28 +178,31 @@ struct BackwardTile {
     return {begin, end < count ? end : count};
   }
 
+  template <int kCount>
   void load_piece(int first_row, int64_t first_key, KeyRange range, bool partial) {
     const int64_t key = first_key + range.begin;
     const int count = static_cast<int>(range.end - range.begin);
     T* scores = p_tile + range.begin * kRows + first_row;
-    product(count, p.head_dim, tile.keys_of_head(p.key) + key * p.key.row_stride, p.key.row_stride,
-            query_t + first_row, scores);
-    product(count, p.value_dim, tile.keys_of_head(p.value) + key * p.value.row_stride,
-            p.value.row_stride, grad_out_t + first_row, ds_tile + range.begin * kRows + first_row);
-    const ScoreRows<T, kPieceVectors, kRows> rows{
+    product<kCount>(count, p.head_dim, tile.keys_of_head(p.key) + key * p.key.row_stride,
+                    p.key.row_stride, query_t + first_row, scores);
+    product<kCount>(count, p.value_dim, tile.keys_of_head(p.value) + key * p.value.row_stride,
+                    p.value.row_stride, grad_out_t + first_row,
+                    ds_tile + range.begin * kRows + first_row);
+    const ScoreRows<T, kCount, kRows> rows{
         p, mask, alibi, key, count, static_cast<int>(range.begin), first_row / S::kWidth, scores};
     rows.modify(cap_tile + range.begin * kRows + first_row);
     if (p.dropout.threshold == 0) {
-      partial ? softmax_backward<true, false>(first_row, range)
-              : softmax_backward<false, false>(first_row, range);
+      partial ? softmax_backward<true, false>(first_row, kCount, range)
+              : softmax_backward<false, false>(first_row, kCount, range);
     } else {
-      partial ? softmax_backward<true, true>(first_row, range)
-              : softmax_backward<false, true>(first_row, range);
+      partial ? softmax_backward<true, true>(first_row, kCount, range)
+              : softmax_backward<false, true>(first_row, kCount, range);
     }
   }
 
+  template <int kCount>
   static void product(int keys, int64_t depth, const T* a, int64_t a_row, const T* b, T* c) {
-    multiply<T, kPieceVectors>(
+    multiply<T, kCount>(
         keys, depth, a, a_row, UnitStride{}, b,
         kRows, [=](int64_t k, int v, typename S::Number x) __attribute__((always_inline)) {
           S::store(c + k * kRows + v * S::kWidth, x);
@@ -189,9 +212,9 @@ struct BackwardTile {
   /// p_tile: S -> R ∘ P, ds_tile: V dOᵀ -> dS. Pairs that are not kept get 0 by selection, as their
   /// S and dP may be NaN.
   template <bool kMasked, bool kDropout>
-  void softmax_backward(int first_row, KeyRange range) {
+  void softmax_backward(int first_row, int vectors, KeyRange range) {
     const auto scale = S::set(dropout_scale<T>(p.dropout));
-    for (int v = first_row / S::kWidth; v < first_row / S::kWidth + kPieceVectors; ++v) {
+    for (int v = first_row / S::kWidth; v < first_row / S::kWidth + vectors; ++v) {
       const auto row_lse = S::load(lse + v * S::kWidth);
       const auto row_rest = S::load(lse_rest + v * S::kWidth);
       const auto row_delta = S::load(delta + v * S::kWidth);

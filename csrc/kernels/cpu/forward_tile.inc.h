@@ -5,6 +5,7 @@
 #include "kernels/cpu/mask_tile.inc.h"
 #include "kernels/cpu/math.inc.h"
 #include "kernels/cpu/merge.inc.h"
+#include "kernels/cpu/output_rows.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
 #include "kernels/online_softmax.h"
@@ -125,7 +126,7 @@ class ForwardTile {
       const int64_t scalar = tile_.scalar(p_, r);
       log_of_sum(max[r], sum[r], params_.lse[scalar], params_.lse_rest[scalar]);
     }
-    tile_.unpack_transposed(out_t_, p_.value_dim, normaliser, params_.out);
+    OutputRows<T, kRows>(params_, tile_).write_transposed(out_t_, normaliser);
   }
 
  private:

@@ -103,6 +103,16 @@ QKV_INLINE typename Simd<T>::Number load_stored(const Float16* x) {
   return Simd<T>::load_float16(&x->bits);
 }
 
+/// A vector of numbers, each rounded to the nearest that can be stored, of two the even one.
+template <class T>
+QKV_INLINE void store_rounded(BFloat16* to, typename Simd<T>::Number x) {
+  Simd<T>::store_bfloat16(&to->bits, x);
+}
+template <class T>
+QKV_INLINE void store_rounded(Float16* to, typename Simd<T>::Number x) {
+  Simd<T>::store_float16(&to->bits, x);
+}
+
 /// The same for every pair of types.
 template <class T, class Stored>
 QKV_INLINE typename Simd<T>::Number load_converted(const Stored* x) {

@@ -2,6 +2,7 @@
 
 #include "kernels/band.h"
 #include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/output_rows.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/logsumexp.h"
 
@@ -15,6 +16,8 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+constexpr int64_t kMaxForwardSplits = 16;
+
 /// The row of a partial result.
 template <class T>
 inline int64_t partial_row(const Problem<T>& problem) {
@@ -25,7 +28,9 @@ inline int64_t partial_row(const Problem<T>& problem) {
 template <class T, int kRows>
 inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, int64_t splits,
                   const T* partial) {
+  using Output = OutputRows<T, kRows>;
   const Problem<T>& p = params.problem;
+  const Output output(params, tile);
   const T minus_infinity = -static_cast<T>(__builtin_inff());
   const int64_t step = tile.rows * partial_row(p);
   for (int r = 0; r < tile.rows; ++r) {
@@ -35,22 +40,31 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
       const T max_s = parts[s * step + p.value_dim];
       if (max_s > max) max = max_s;
     }
-    T* out = tile.row(params.out, r);
-    const int64_t column = params.out.column_stride;
-    for (int64_t d = 0; d < p.value_dim; ++d) out[d * column] = T(0);
+    const T* kept[kMaxForwardSplits];
+    T factor[kMaxForwardSplits];
+    int count = 0;
     for (int64_t s = 0; s < splits; ++s) {
       const T* part = parts + s * step;
       const T max_s = part[p.value_dim];
       const T sum_s = part[p.value_dim + 1];
       if (max_s == minus_infinity && sum_s == T(0)) continue;  // it kept nothing (or only NaN: sum)
-      const T factor = natural_exp(max_s - max);
-      sum += factor * sum_s;
-      for (int64_t d = 0; d < p.value_dim; ++d) out[d * column] += factor * part[d];
+      kept[count] = part;
+      factor[count] = natural_exp(max_s - max);
+      sum += factor[count++] * sum_s;
     }
     T normaliser = sum == T(0) ? T(0) : T(1) / sum;
     if (p.sinks.data != nullptr) normaliser = add_sink(tile.number_of_head(p.sinks, r), max, sum);
     normaliser *= dropout_scale<T>(p.dropout);
-    for (int64_t d = 0; d < p.value_dim; ++d) out[d * column] *= normaliser;
+    for (int64_t first = 0; first < p.value_dim; first += Output::kColumns) {
+      const int64_t left = p.value_dim - first;
+      const int64_t width = left < Output::kColumns ? left : Output::kColumns;
+      T out[Output::kColumns] = {};
+      for (int s = 0; s < count; ++s) {
+        for (int64_t d = 0; d < width; ++d) out[d] += factor[s] * kept[s][first + d];
+      }
+      for (int64_t d = 0; d < width; ++d) out[d] *= normaliser;
+      output.write(r, first, width, out);
+    }
     const int64_t scalar = tile.scalar(p, r);
     log_of_sum(max, sum, params.lse[scalar], params.lse_rest[scalar]);
   }

@@ -74,9 +74,12 @@ struct RowTile {
   }
 
   template <class T>
+  int64_t row_offset(const Operand<T>& x, int r) const {
+    return batch.offset(x.batch_stride) + head[r] * x.head_stride + query[r] * x.row_stride;
+  }
+  template <class T>
   T* row(const Operand<T>& x, int r) const {
-    return x.data + batch.offset(x.batch_stride) + head[r] * x.head_stride +
-           query[r] * x.row_stride;
+    return x.data + row_offset(x, r);
   }
 
   template <class T>
@@ -87,8 +90,11 @@ struct RowTile {
   /// The same where x.data points to numbers stored in 16 bits.
   template <class Stored, class T>
   const Stored* stored_row(const Operand<const T>& x, int r) const {
-    return reinterpret_cast<const Stored*>(x.data) + batch.offset(x.batch_stride) +
-           head[r] * x.head_stride + query[r] * x.row_stride;
+    return reinterpret_cast<const Stored*>(x.data) + row_offset(x, r);
+  }
+  template <class Stored, class T>
+  Stored* stored_row(const Operand<T>& x, int r) const {
+    return reinterpret_cast<Stored*>(x.data) + row_offset(x, r);
   }
   template <class Stored, class T>
   const Stored* stored_keys_of_head(const Operand<const T>& x) const {
@@ -123,9 +129,10 @@ struct RowTile {
   void pack(const Operand<const T>& x, int64_t width, T scale, T* to, int64_t to_row) const {
     for (int r = 0; r < kRows; ++r) {
       const T* from = r < rows ? row(x, r) : nullptr;
-      for (int64_t d = 0; d < to_row; ++d) {
-        to[r * to_row + d] = from != nullptr && d < width ? scale * from[d] : T(0);
-      }
+      T* line = to + r * to_row;
+      const int64_t columns = from != nullptr ? width : 0;
+      for (int64_t d = 0; d < columns; ++d) line[d] = scale * from[d];
+      for (int64_t d = columns; d < to_row; ++d) line[d] = T(0);
     }
   }
 

@@ -33,6 +33,22 @@ struct Simd<float> {
   static QKV_INLINE Number load_float16(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
+  static QKV_INLINE void store_bfloat16(uint16_t* p, Number x) {
+    const __m256i wide = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(wide, 16), _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i nan = _mm256_or_si256(wide, _mm256_set1_epi32(0x400000));  // without its tail
+    const __m256i rounded = _mm256_blendv_epi8(
+        nan, _mm256_add_epi32(wide, half), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_ORD_Q)));
+    const __m256i halves = _mm256_srli_epi32(rounded, 16);
+    const __m256i packed = _mm256_packus_epi32(halves, halves);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+  }
+  static QKV_INLINE void store_float16(uint16_t* p, Number x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
   static QKV_INLINE float sum(Number x) {
     const __m128 four = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
     const __m128 two = four + _mm_movehl_ps(four, four);

@@ -34,6 +34,20 @@ struct Simd<float> {
   static QKV_INLINE Number load_float16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
+  static QKV_INLINE void store_bfloat16(uint16_t* p, Number x) {
+    const __m512i wide = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(wide, 16), _mm512_set1_epi32(1));
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const Mask number = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);  // NaN stays without its tail
+    const __m512i nan = _mm512_or_si512(wide, _mm512_set1_epi32(0x400000));
+    const __m512i rounded = _mm512_mask_add_epi32(nan, number, wide, half);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  }
+  static QKV_INLINE void store_float16(uint16_t* p, Number x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
   static QKV_INLINE float sum(Number x) { return _mm512_reduce_add_ps(x); }
   /// A NaN in `b` stays, a NaN in `a` may be lost.
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm512_max_ps(a, b); }

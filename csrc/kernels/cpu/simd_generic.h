@@ -76,6 +76,12 @@ template <>
 struct Simd<float> : SimdOf<float, int32_t, 23> {
   static QKV_INLINE Number load_bfloat16(const uint16_t* p) { return converted<BFloat16>(p); }
   static QKV_INLINE Number load_float16(const uint16_t* p) { return converted<Float16>(p); }
+  static QKV_INLINE void store_bfloat16(uint16_t* p, Number x) {
+    for (int lane = 0; lane < kWidth; ++lane) p[lane] = BFloat16::rounded(x[lane]).bits;
+  }
+  static QKV_INLINE void store_float16(uint16_t* p, Number x) {
+    for (int lane = 0; lane < kWidth; ++lane) p[lane] = Float16::rounded(x[lane]).bits;
+  }
 
  private:
   template <class Stored>

@@ -31,6 +31,16 @@ struct Simd<float> {
   static QKV_INLINE Number load_float16(const uint16_t* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
   }
+  static QKV_INLINE void store_bfloat16(uint16_t* p, Number x) {
+    const uint32x4_t wide = vreinterpretq_u32_f32(x);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(wide, 16), vdupq_n_u32(1));
+    const uint32x4_t rounded = vaddq_u32(wide, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    const uint32x4_t nan = vorrq_u32(wide, vdupq_n_u32(0x400000));  // without its tail
+    vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, nan), 16));
+  }
+  static QKV_INLINE void store_float16(uint16_t* p, Number x) {
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+  }
   static QKV_INLINE float sum(Number x) { return vaddvq_f32(x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return vfmaq_f32(c, a, b); }
   static QKV_INLINE Number maximum(Number a, Number b) { return vmaxq_f32(a, b); }
