@@ -88,10 +88,13 @@ inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b
 template <class T>
 inline void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t width, T* to,
                        const Operand<T>& operand) {
-  for (int64_t n = 0; n < rows; ++n) {
-    for (int64_t d = 0; d < width; ++d) {
-      to[n * operand.row_stride + d * operand.column_stride] = from[n * from_row + d];
+  using S = Simd<T>;
+  for (int64_t n = 0; n < rows; ++n, from += from_row, to += operand.row_stride) {
+    int64_t d = 0;
+    if (operand.column_stride == 1) {
+      for (; d + S::kWidth <= width; d += S::kWidth) S::store(to + d, S::load(from + d));
     }
+    for (; d < width; ++d) to[d * operand.column_stride] = from[d];
   }
 }
 
@@ -139,9 +142,10 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       tile.pack(p.query, p.head_dim, p.scale, query_rows, key_width);
       tile.pack(params.grad_out, p.value_dim, T(1), grad_out_rows, value_width);
     }
-    const bool rows_finite =
-        range.empty() || (all_finite<T>(query_rows, key_width, kRows, key_width) &&
-                          all_finite<T>(grad_out_rows, value_width, kRows, value_width));
+    Lazily rows_finite([&] {
+      return all_finite<T>(query_rows, key_width, kRows, key_width) &&
+             all_finite<T>(grad_out_rows, value_width, kRows, value_width);
+    });
 
     set_to_zero(slope_gradient, kRows);
     for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
@@ -157,7 +161,7 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
 
       T* block_grad_key = grad_key + (n - keys.begin) * key_width;
       T* block_grad_value = grad_value + (n - keys.begin) * value_width;
-      if (partial && !rows_finite) {
+      if (partial && !rows_finite()) {
         multiply_add_kept_rows<T, kRows>(block, work.p_tile, grad_out_rows, work.mask.bits,
                                          block_grad_value, value_width);
         multiply_add_kept_rows<T, kRows>(block, work.ds_tile, query_rows, work.mask.bits,

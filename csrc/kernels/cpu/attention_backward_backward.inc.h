@@ -209,14 +209,15 @@ inline void attention_backward_backward(const BackwardBackwardParams<T>& params,
     if (need_query) set_to_zero(grad_query, p.head_dim * kRows);
 
     const KeyRange range = work.keys_of_rows().intersection(keys);
-    bool rows_finite = true;
+    Lazily rows_finite([&] {
+      return all_finite<T>(query_rows, key_width, 2 * kRows, key_width) &&
+             all_finite<T>(grad_out_rows, value_width, kRows, value_width);
+    });
     if (!range.empty()) {
       work.load_rows();
       tile.pack(p.query, p.head_dim, p.scale, query_rows, key_width);
       if (query_moves) tile.pack(along.query, p.head_dim, p.scale, query_t_rows, key_width);
       tile.pack(backward.grad_out, p.value_dim, T(1), grad_out_rows, value_width);
-      rows_finite = all_finite<T>(query_rows, key_width, 2 * kRows, key_width) &&
-                    all_finite<T>(grad_out_rows, value_width, kRows, value_width);
     }
 
     set_to_zero(slope_gradient, kRows);
@@ -232,7 +233,7 @@ inline void attention_backward_backward(const BackwardBackwardParams<T>& params,
 
       // c[keys][width] += aᵀ rows
       const auto add_rows = [&](const T* a, const T* rows, int64_t width, T* c) {
-        if (state == TileState::kPartial && !rows_finite) {
+        if (state == TileState::kPartial && !rows_finite()) {
           multiply_add_kept_rows<T, kRows>(block, a, rows, work.mask.bits, c, width);
         } else {
           multiply_add_rows<T, kRows>(block, tile.rows, a, rows, width, c);

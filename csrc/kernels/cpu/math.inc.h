@@ -170,10 +170,7 @@ inline T dot(const T* a, const T* b, int64_t size) {
   auto sum = S::zero();
   int64_t i = 0;
   for (; i + S::kWidth <= size; i += S::kWidth) sum = S::fma(S::load(a + i), S::load(b + i), sum);
-  alignas(64) T lanes[S::kWidth];
-  S::store(lanes, sum);
-  T total = T(0);
-  for (int l = 0; l < S::kWidth; ++l) total += lanes[l];
+  T total = S::sum(sum);
   for (; i < size; ++i) total += a[i] * b[i];
   return total;
 }

@@ -12,17 +12,42 @@ namespace qkv::kernels::QKV_ISA {
 template <class T, class Stored>
 inline bool all_finite(const Stored* x, int64_t row_stride, int64_t rows, int64_t width) {
   using S = Simd<T>;
-  auto sum = S::zero();  // of x · 0: 0 or NaN
+  constexpr int kSums = 4;        // as one waits for the sum before it
+  typename S::Number sum[kSums];  // of x · 0: 0 or NaN
+  for (auto& s : sum) s = S::zero();
   T tail = T(0);
-  for (int64_t r = 0; r < rows; ++r) {
+  for (int64_t r = 0; r < rows; ++r, x += row_stride) {
     int64_t d = 0;
-    for (; d + S::kWidth <= width; d += S::kWidth) {
-      sum = S::fma(load_stored<T>(x + r * row_stride + d), S::zero(), sum);
+    const auto add = [&](int i) __attribute__((always_inline)) {
+      sum[i] = S::fma(load_stored<T>(x + d), S::zero(), sum[i]);
+      d += S::kWidth;
+    };
+    while (d + kSums * S::kWidth <= width) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kSums; ++i) add(i);
     }
-    for (; d < width; ++d) tail += static_cast<T>(x[r * row_stride + d]) * T(0);
+    while (d + S::kWidth <= width) add(0);
+    for (; d < width; ++d) tail += static_cast<T>(x[d]) * T(0);
   }
-  return tail + S::sum(sum) == T(0);
+  return tail + S::sum((sum[0] + sum[1]) + (sum[2] + sum[3])) == T(0);
 }
+
+/// What `find()` says, which is asked once, and only if somebody wants to know.
+template <class Find>
+class Lazily {
+ public:
+  explicit Lazily(Find find) : find_(find) {}
+  bool operator()() {
+    if (!known_) answer_ = find_();
+    known_ = true;
+    return answer_;
+  }
+
+ private:
+  Find find_;
+  bool known_ = false;
+  bool answer_ = false;
+};
 
 /// c[d][r] += sum over the keys n that row r keeps of a[n][d] · b[n][r], for kVectors vectors of
 /// the tile's kRows rows

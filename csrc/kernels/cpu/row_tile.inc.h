@@ -66,9 +66,13 @@ struct RowTile {
     tile.kv_head = kv_head;
     const int64_t left = group * problem.queries - first_row;
     tile.rows = left < kRows ? static_cast<int>(left) : kRows;
+    int64_t query = first_row / group, of_group = first_row % group;
     for (int r = 0; r < tile.rows; ++r) {
-      tile.query[r] = (first_row + r) / group;
-      tile.head[r] = first_head + (first_row + r) % group;
+      tile.query[r] = query;
+      tile.head[r] = first_head + of_group;
+      if (++of_group < group) continue;
+      of_group = 0;
+      ++query;
     }
     return tile;
   }
@@ -124,15 +128,21 @@ struct RowTile {
     }
   }
 
-  /// to[r][d] = scale · x[r][d], 0 for the lanes without a row and for the columns after width.
+  /// to[r][d] = scale · x[r][d], 0 for the lanes without a row and for the columns after width. A
+  /// row of `to` is a whole number of vectors.
   template <class T>
   void pack(const Operand<const T>& x, int64_t width, T scale, T* to, int64_t to_row) const {
+    using S = Simd<T>;
     for (int r = 0; r < kRows; ++r) {
       const T* from = r < rows ? row(x, r) : nullptr;
       T* line = to + r * to_row;
       const int64_t columns = from != nullptr ? width : 0;
-      for (int64_t d = 0; d < columns; ++d) line[d] = scale * from[d];
-      for (int64_t d = columns; d < to_row; ++d) line[d] = T(0);
+      int64_t d = 0;
+      for (; d + S::kWidth <= columns; d += S::kWidth) {
+        S::store(line + d, S::set(scale) * S::load(from + d));
+      }
+      for (; d < columns; ++d) line[d] = scale * from[d];
+      for (; d < to_row; ++d) line[d] = T(0);
     }
   }
 
