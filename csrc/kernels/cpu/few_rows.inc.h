@@ -31,14 +31,31 @@ inline int64_t few_rows_scratch_bytes(const Problem<T>& p) {
   return numbers * static_cast<int64_t>(sizeof(T)) + 2 * kFewRowsBlockKeys / 8 * kWidth;
 }
 
+/// Rows that are read next. K and V take turns, so the processor itself does not see them coming.
+template <class Stored>
+struct NextRows {
+  const Stored* first;
+  int64_t row;
+  int64_t width;
+  int count;
+
+  QKV_INLINE void fetch(int k) const {
+    if (k >= count) return;
+    constexpr int kLine = 64 / sizeof(Stored);
+    for (int64_t d = 0; d < width; d += kLine) __builtin_prefetch(first + k * row + d);
+  }
+};
+
 /// scores[k][r] = <key_k, query_r>; query is [r][width rounded up to vectors].
 template <class T, class Stored, int kRows>
 inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int64_t key_row,
-                                 const T* query, int64_t query_row, T* scores) {
+                                 const T* query, int64_t query_row, T* scores,
+                                 const NextRows<Stored>& next) {
   using S = Simd<T>;
   const int64_t whole = width / S::kWidth * S::kWidth;
   for (int k = 0; k < keys; ++k) {
     const Stored* row = key + k * key_row;
+    next.fetch(k);
     typename S::Number sum[kRows];
     for (auto& s : sum) s = S::zero();
     for (int64_t d = 0; d < whole; d += S::kWidth) {
@@ -58,7 +75,7 @@ inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int
 /// out_r[d] += sum over keys of weights[k][r] · value_k[d], for kVectors vectors of d.
 template <class T, class Stored, int kRows, int kVectors>
 inline void add_values(int keys, const Stored* value, int64_t value_row, const T* weights, T* out,
-                       int64_t out_row) {
+                       int64_t out_row, const NextRows<Stored>& next) {
   using S = Simd<T>;
   typename S::Number sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
@@ -66,6 +83,7 @@ inline void add_values(int keys, const Stored* value, int64_t value_row, const T
   }
   for (int k = 0; k < keys; ++k) {
     const Stored* row = value + k * value_row;
+    next.fetch(k);
     typename S::Number x[kVectors];
     for (int v = 0; v < kVectors; ++v) x[v] = load_stored<T>(row + v * S::kWidth);
     for (int r = 0; r < kRows; ++r) {
@@ -80,14 +98,16 @@ inline void add_values(int keys, const Stored* value, int64_t value_row, const T
 
 template <class T, class Stored, int kRows>
 inline void values_of_few_rows(int keys, int64_t width, const Stored* value, int64_t value_row,
-                               const T* weights, T* out, int64_t out_row) {
+                               const T* weights, T* out, int64_t out_row, NextRows<Stored> next) {
   using S = Simd<T>;
   int64_t d = 0;
   for (; d + 4 * S::kWidth <= width; d += 4 * S::kWidth) {
-    add_values<T, Stored, kRows, 4>(keys, value + d, value_row, weights, out + d, out_row);
+    add_values<T, Stored, kRows, 4>(keys, value + d, value_row, weights, out + d, out_row, next);
+    next.count = 0;
   }
   for (; d + S::kWidth <= width; d += S::kWidth) {
-    add_values<T, Stored, kRows, 1>(keys, value + d, value_row, weights, out + d, out_row);
+    add_values<T, Stored, kRows, 1>(keys, value + d, value_row, weights, out + d, out_row, next);
+    next.count = 0;
   }
   for (; d < width; ++d) {
     for (int r = 0; r < kRows; ++r) {
@@ -152,8 +172,10 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
         range.end - n < kFewRowsBlockKeys ? static_cast<int>(range.end - n) : kFewRowsBlockKeys;
     const TileState state = mask.load(p, tile, n, block);
     if (state == TileState::kEmpty) continue;
-    products_of_few_rows<T, Stored, kRows>(block, p.head_dim, keys + n * p.key.row_stride,
-                                           p.key.row_stride, query, query_row, scores);
+    const Stored* block_values = values + n * p.value.row_stride;
+    products_of_few_rows<T, Stored, kRows>(
+        block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, query_row, scores,
+        NextRows<Stored>{block_values, p.value.row_stride, p.value_dim, block});
     const ScoreRows<T, 1, S::kWidth> block_scores{p, mask, alibi, n, block, 0, 0, scores};
     typename S::Number block_max[1];
     block_scores.modify();
@@ -175,14 +197,16 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
       load_dropout<S::kWidth>(p.dropout, tile, n, block, stays);
       drop<T, 1>(stays, block, scores);
     }
-    const Stored* block_values = values + n * p.value.row_stride;
     if (state == TileState::kPartial &&
         !all_finite<T>(block_values, p.value.row_stride, block, p.value_dim)) {
       kept_values_of_few_rows<T>(block, p.value_dim, block_values, p.value.row_stride, scores,
                                  mask.bits, tile.rows, out, out_row);
     } else {
-      values_of_few_rows<T, Stored, kRows>(block, p.value_dim, block_values, p.value.row_stride,
-                                           scores, out, out_row);
+      const int64_t after = n + block, left = range.end - after;
+      values_of_few_rows<T, Stored, kRows>(
+          block, p.value_dim, block_values, p.value.row_stride, scores, out, out_row,
+          NextRows<Stored>{keys + after * p.key.row_stride, p.key.row_stride, p.head_dim,
+                           static_cast<int>(left < block ? left : block)});
     }
   }
 
