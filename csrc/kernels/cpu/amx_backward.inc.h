@@ -24,7 +24,7 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-constexpr int kAmxBackwardVectors = 8;
+constexpr int kAmxBackwardVectors = 6;
 constexpr int kSquare = 32;
 
 inline int64_t amx_depths(int64_t width) { return (width + kTileDepth - 1) / kTileDepth; }
@@ -163,7 +163,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     stays = m_.stays;
   }
 
-  /// first_unit: the head's first, where its part of partial_grad_query begins.
+  /// partial: where dQᵀ of each tile is left, or nullptr if this is the only split.
   void run(int64_t tiles, float* partial) {
     const int64_t group = p.query_heads / p.kv_heads;
     const int64_t batch = head_ / p.kv_heads, kv_head = head_ % p.kv_heads;
@@ -296,10 +296,10 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     const int64_t square = (first_key - keys_.begin) / kSquare;
     for (int g = 0; g < kSquares; ++g) {
       if (key_steps[g].count() == 0) continue;
-      multiply_high<true, 2>(columns_, key_steps[g],
-                             {m_.key_columns + square * columns_ * kTile, 1, 0, columns_},
-                             {m_.ds_pairs + 4 * g * kTile, 1, 2, 4 * kSquares},
-                             {m_.grad_query_t + g * kSquare, kRows, kTileRows * kRows, kTileRows});
+      multiply_high(columns_, key_steps[g],
+                    {m_.key_columns + square * columns_ * kTile, 1, 0, columns_},
+                    {m_.ds_pairs + 4 * g * kTile, 1, 2, 4 * kSquares},
+                    {m_.grad_query_t + g * kSquare, kRows, kTileRows * kRows, kTileRows});
     }
   }
 
@@ -309,34 +309,47 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     const bool poisoned = m_.poisoned[square] != 0;
     keeps_ = poisoned || !rows_finite_;
     Steps rows;
+    bool is_partial[kSquares];
     for (int g = 0; g * kSquare < tile.rows; ++g) {
       const TileState state = partial_ ? state_of(g, offset, count) : TileState::kFull;
       if (state == TileState::kEmpty) continue;
       rows.add(g);
       key_steps[g].add(offset / kSquare);
-      const TileSums scores{m_.scores + g * kSquare, kRows, kTileRows * kRows, kTileRows};
-      const TileSums grads{m_.grads + g * kSquare, kRows, kTileRows * kRows, kTileRows};
-      multiply_tiles<2, 2, false, 1>(
-          Steps(depths_), {m_.key_lines + 2 * square * depths_ * kTile, depths_, 0, 1},
-          {m_.query_columns + 2 * g * depths_ * kTile, depths_, 0, 1}, scores);
-      multiply_tiles<2, 2, false, 1>(
-          Steps(value_depths_),
-          {m_.value_lines + 2 * square * value_depths_ * kTile, value_depths_, 0, 1},
-          {m_.grad_out_columns + 2 * g * value_depths_ * kTile, value_depths_, 0, 1}, grads);
-      split_square(first_key, offset, count, g, state == TileState::kPartial);
+      is_partial[g] = state == TileState::kPartial;
+    }
+    if (rows.count() == 0) return;
+    // While vectors work on a square, the next one is multiplied.
+    multiply_square(square, static_cast<int>(rows[0]));
+    for (int64_t i = 0; i < rows.count(); ++i) {
+      if (i + 1 < rows.count()) multiply_square(square, static_cast<int>(rows[i + 1]));
+      const int g = static_cast<int>(rows[i]);
+      split_square(first_key, offset, count, g, is_partial[g]);
     }
     if (params.grad_value.data != nullptr) {
-      multiply_wide<true, 2>(value_columns_, rows, {m_.p_lines, 1, 2, 4},
-                             {m_.grad_out_rows, 1, 0, value_columns_},
-                             {m_.grad_value + 2 * square * value_columns_ * kSums, kTileRows,
-                              value_columns_ * kSums, kSums});
+      multiply_wide(value_columns_, rows, {m_.p_lines, 1, 2, 4},
+                    {m_.grad_out_rows, 1, 0, value_columns_},
+                    {m_.grad_value + 2 * square * value_columns_ * kSums, kTileRows,
+                     value_columns_ * kSums, kSums});
     }
     if (params.grad_key.data != nullptr) {
-      multiply_wide<true, 2>(
+      multiply_wide(
           columns_, rows, {m_.ds_lines, 1, 2, 4}, {m_.query_rows, 1, 0, columns_},
           {m_.grad_key + 2 * square * columns_ * kSums, kTileRows, columns_ * kSums, kSums});
     }
     if (keeps_) add_non_finite(first_key + offset, offset, count, poisoned);
+  }
+
+  /// S and dP.
+  void multiply_square(int64_t square, int g) const {
+    const auto multiply = [&](const BFloat16* keys, const BFloat16* rows, int64_t depths, float* to)
+        __attribute__((always_inline)) {
+      multiply_tiles<2, 2, false, InParts::kNone>(
+          Steps(depths), {keys + 2 * square * depths * kTile, depths, 0, 1},
+          {rows + 2 * g * depths * kTile, depths, 0, 1},
+          {to + g * kSquare, kRows, kTileRows * kRows, kTileRows});
+    };
+    multiply(m_.key_lines, m_.query_columns, depths_, m_.scores);
+    multiply(m_.value_lines, m_.grad_out_columns, value_depths_, m_.grads);
   }
 
   /// Of 32 rows and `count` keys, at least one of each.

@@ -8,8 +8,9 @@
 //
 //     C[2 · 16][2 · 16] (+)= sum over steps of A[2 · 16][32] · B[16][2 · 16]
 //
-// Four tiles hold C, one A and one B: in all eight, with two of each, products take up to four
-// times as long (amx_tiles.h).
+// One of A and B may be in two parts, to be multiplied one after the other. Four tiles hold C, two
+// the operand that stays and one that which changes: loads of tiles take longer than their products
+// where the core is shared. (In all eight tiles they take up to four times as long: amx_tiles.h.)
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -54,9 +55,11 @@ class Steps {
   int8_t added_[8];
 };
 
-template <int kDown, int kRight, bool kAdds, int kParts>
+enum class InParts { kNone, kLeft, kRight };
+
+template <int kDown, int kRight, bool kAdds, InParts kInParts>
 QKV_INLINE void multiply_tiles(const Steps& steps, TileOperand a, TileOperand b, TileSums c) {
-  constexpr int kA = 4, kB = 5;
+  constexpr int kParts = kInParts == InParts::kNone ? 1 : 2;
   const int64_t c_bytes = c.row * int64_t{sizeof(float)};
   const auto start = [&](auto tile, int i, int j) __attribute__((always_inline)) {
     if constexpr (kAdds) {
@@ -71,22 +74,33 @@ QKV_INLINE void multiply_tiles(const Steps& steps, TileOperand a, TileOperand b,
   if constexpr (kDown > 1 && kRight > 1) start(Constant<3>{}, 1, 1);
   for (int64_t x = 0; x < steps.count(); ++x) {
     const int64_t s = steps[x];
+    if constexpr (kInParts == InParts::kRight) {
+      load_tile<4>(a.tile(0, 0, s), 64);
+      if constexpr (kDown > 1) load_tile<5>(a.tile(1, 0, s), 64);
 #pragma GCC unroll 2
-    for (int h = 0; h < kParts; ++h) {
-      load_tile<kA>(a.tile(0, h, s), 64);
-      load_tile<kB>(b.tile(0, h, s), 64);
-      multiply_add_tiles<0, kA, kB>();
-      if constexpr (kRight > 1) {
-        load_tile<kB>(b.tile(1, h, s), 64);
-        multiply_add_tiles<1, kA, kB>();
-      }
-      if constexpr (kDown > 1) {
-        load_tile<kA>(a.tile(1, h, s), 64);
+      for (int h = 0; h < kParts; ++h) {
+        load_tile<6>(b.tile(0, h, s), 64);
+        multiply_add_tiles<0, 4, 6>();
+        if constexpr (kDown > 1) multiply_add_tiles<2, 5, 6>();
         if constexpr (kRight > 1) {
-          multiply_add_tiles<3, kA, kB>();
-          load_tile<kB>(b.tile(0, h, s), 64);
+          load_tile<6>(b.tile(1, h, s), 64);
+          multiply_add_tiles<1, 4, 6>();
+          if constexpr (kDown > 1) multiply_add_tiles<3, 5, 6>();
         }
-        multiply_add_tiles<2, kA, kB>();
+      }
+    } else {
+      load_tile<4>(b.tile(0, 0, s), 64);
+      if constexpr (kRight > 1) load_tile<5>(b.tile(1, 0, s), 64);
+#pragma GCC unroll 2
+      for (int h = 0; h < kParts; ++h) {
+        load_tile<6>(a.tile(0, h, s), 64);
+        multiply_add_tiles<0, 6, 4>();
+        if constexpr (kRight > 1) multiply_add_tiles<1, 6, 5>();
+        if constexpr (kDown > 1) {
+          load_tile<6>(a.tile(1, h, s), 64);
+          multiply_add_tiles<2, 6, 4>();
+          if constexpr (kRight > 1) multiply_add_tiles<3, 6, 5>();
+        }
       }
     }
   }
@@ -96,28 +110,27 @@ QKV_INLINE void multiply_tiles(const Steps& steps, TileOperand a, TileOperand b,
   if constexpr (kDown > 1 && kRight > 1) store_tile<3>(c.tile(1, 1), c_bytes);
 }
 
-/// The same two rows of tiles by `columns` of them, and `rows` of them by two columns.
-template <bool kAdds, int kParts>
-QKV_INLINE void multiply_wide(int64_t columns, const Steps& steps, TileOperand a, TileOperand b,
-                              TileSums c) {
+/// C += A · B of two rows of tiles and `columns` of them, A in parts.
+inline void multiply_wide(int64_t columns, const Steps& steps, TileOperand a, TileOperand b,
+                          TileSums c) {
   for (int64_t j = 0; j < columns; j += 2) {
     if (j + 1 < columns) {
-      multiply_tiles<2, 2, kAdds, kParts>(steps, a, b, c);
+      multiply_tiles<2, 2, true, InParts::kLeft>(steps, a, b, c);
     } else {
-      multiply_tiles<2, 1, kAdds, kParts>(steps, a, b, c);
+      multiply_tiles<2, 1, true, InParts::kLeft>(steps, a, b, c);
     }
     b.data = b.tile(2, 0, 0);
     c.data = c.tile(0, 2);
   }
 }
-template <bool kAdds, int kParts>
-QKV_INLINE void multiply_high(int64_t rows, const Steps& steps, TileOperand a, TileOperand b,
-                              TileSums c) {
+/// The same of `rows` rows and two columns, B in parts.
+inline void multiply_high(int64_t rows, const Steps& steps, TileOperand a, TileOperand b,
+                          TileSums c) {
   for (int64_t i = 0; i < rows; i += 2) {
     if (i + 1 < rows) {
-      multiply_tiles<2, 2, kAdds, kParts>(steps, a, b, c);
+      multiply_tiles<2, 2, true, InParts::kRight>(steps, a, b, c);
     } else {
-      multiply_tiles<1, 2, kAdds, kParts>(steps, a, b, c);
+      multiply_tiles<1, 2, true, InParts::kRight>(steps, a, b, c);
     }
     a.data = a.tile(2, 0, 0);
     c.data = c.tile(2, 0);
