@@ -1,6 +1,7 @@
 // _attention_backward on CPU: tensors to Params; parallel loops over splits of the keys, to sum
 // their parts of grad_query, for the mask's gradient and for what heads have one number of.
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
@@ -30,35 +31,44 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
   if (needs[5]) sum_over_batch(sinks, x, grads[5]);
 }
 
+/// What kernels read of the forward's results: out_rest if they read it in 16 bits.
+struct Results {
+  Tensor out;
+  OptionalTensor out_rest;
+  Tensor lse;
+  Tensor lse_rest;
+};
+
 template <class T>
-void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
-         const Tensor& out, const Tensor& lse, const Tensor& lse_rest, const Gradients& grads,
+void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const Tensor& grad_out,
+         const OptionalTensor& grad_lse, const Results& results, const Gradients& grads,
          const Needs& needs) {
   kernels::MaskGradientParams<T> params{};
   kernels::BackwardParams<T>& backward = params.backward;
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(backward.problem, x, batch);
   describe(backward.grad_out, grad_out, batch);
-  describe(backward.out, out, batch);
+  describe(backward.out, results.out, batch);
+  if (results.out_rest) describe(backward.out_rest, *results.out_rest, batch);
   if (needs[0]) describe(backward.grad_query, grads[0], batch);
   if (needs[1]) describe(backward.grad_key, grads[1], batch);
   if (needs[2]) describe(backward.grad_value, grads[2], batch);
   if (needs[3]) describe(params.grad_mask, grads[3], batch);
   batch.complete(backward.problem);
-  backward.lse = static_cast<const T*>(lse.const_data_ptr());
-  backward.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
+  backward.lse = static_cast<const T*>(results.lse.const_data_ptr());
+  backward.lse_rest = static_cast<const T*>(results.lse_rest.const_data_ptr());
   backward.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
   backward.splits = number_of_splits(backward.problem.keys);
-  const auto slope_gradient =
-      c10::GetCPUAllocator()->allocate(needs[4] ? backward.splits * lse.numel() * sizeof(T) : 0);
+  const auto slope_gradient = c10::GetCPUAllocator()->allocate(
+      needs[4] ? backward.splits * results.lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
 
   const auto& kernels = kernels_for<T>();
   if (needs[0] || needs[1] || needs[2] || needs[4]) {
     run_splits<T, kernels::BackwardParams<T>>(
         backward, backward,
-        {kernels.backward_scratch_bytes, kernels.partial_grad_query_size, kernels.backward,
-         kernels.sum_grad_query});
+        {of_splits.backward_row_tiles, of_splits.backward_scratch_bytes,
+         of_splits.partial_grad_query_size, of_splits.backward, of_splits.sum_grad_query});
   }
   if (needs[3]) {
     for_each_unit(kernels.mask_gradient_units(backward.problem, params.grad_mask),
@@ -67,6 +77,13 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
                   });
   }
   if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
+}
+
+/// The kernels that read and write 16 bits, if there are any for this problem.
+const kernels::BackwardKernelsOf16Bits* kernels_of_16_bits(const Operands& x) {
+  const auto* kernels = kernel_table().bfloat16_backward;
+  if (kernels == nullptr || x.query.scalar_type() != at::kBFloat16) return nullptr;
+  return kernels->takes(sizes_of<float>(x)) ? kernels : nullptr;
 }
 
 TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_out,
@@ -84,20 +101,42 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   }
 
   const auto real = lse.scalar_type();
-  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
   // Batch dimensions must merge if there are many. Those of out do if the query's did.
   const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
   const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
-  for (const Heads& heads : ranges_of_heads(operands, needs)) {
+  Needs left = needs;
+  if (const auto* of_splits = kernels_of_16_bits(operands)) {
+    OptionalTensor dense_grad_lse;
+    if (grad_lse) dense_grad_lse = grad_lse->contiguous();
+    run<float>(*of_splits, readable(operands, real, Reads16Bits::kAll), with_unit_columns(incoming),
+               dense_grad_lse,
+               {with_unit_columns(out), with_unit_columns(out_rest), lse.contiguous(),
+                lse_rest.contiguous()},
+               results, {needs[0], needs[1], needs[2], false, needs[4], false});
+    // The kernels for these read the numbers that sums are taken in.
+    left = {false, false, false, needs[3], false, needs[5]};
+    if (!needs[3] && !needs[5]) return std::tuple_cat(results);
+  }
+  for (const Heads& heads : ranges_of_heads(operands, left)) {
     // Gradients are summed in memory in the numbers that all sums are taken in, and rounded once.
-    const Gradients to = heads.of(results, needs);
+    Gradients to = heads.of(results, left);
+    for (size_t i = 0; i < to.size(); ++i) {
+      if (!left[i]) to[i] = at::empty({0}, to[i].options());
+    }
     const Gradients grads = writable(to, real);
-    if (needs[3]) grads[3].zero_();
+    if (left[3]) grads[3].zero_();
     OptionalTensor dense_grad_lse;
     if (grad_lse) dense_grad_lse = heads.of_scalars(*grad_lse);
-    run_in(readable(heads.of(operands), real), readable(heads.of_rows(incoming), real),
-           dense_grad_lse, exact_output(heads.of_rows(out), heads.of_rows(out_rest), real),
-           heads.of_scalars(lse), heads.of_scalars(lse_rest), grads, needs);
+    const Operands x = readable(heads.of(operands), real);
+    const Tensor grad_out_of_heads = readable(heads.of_rows(incoming), real);
+    const Results of_heads{exact_output(heads.of_rows(out), heads.of_rows(out_rest), real),
+                           std::nullopt, heads.of_scalars(lse), heads.of_scalars(lse_rest)};
+    if (real == at::kDouble) {
+      run<double>(kernels_for<double>(), x, grad_out_of_heads, dense_grad_lse, of_heads, grads,
+                  left);
+    } else {
+      run<float>(kernels_for<float>(), x, grad_out_of_heads, dense_grad_lse, of_heads, grads, left);
+    }
     put(grads, to);
   }
   return std::tuple_cat(results);

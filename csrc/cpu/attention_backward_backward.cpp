@@ -90,8 +90,8 @@ void run(const Tensors& t) {
     if (t.needs[0] || t.needs[1] || t.needs[2] || t.needs[4]) {
       run_splits<T, kernels::BackwardBackwardParams<T>>(
           backward, second,
-          {kernels.backward_backward_scratch_bytes, kernels.partial_grad_query_t_size,
-           kernels.backward_backward, kernels.sum_grad_query_t});
+          {kernels.backward_row_tiles, kernels.backward_backward_scratch_bytes,
+           kernels.partial_grad_query_t_size, kernels.backward_backward, kernels.sum_grad_query_t});
     }
     if (t.needs[3]) {
       for_each_unit(

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu/kernels.h"
 #include "cpu/units.h"
 #include "operands.h"
 #include "problem.h"
@@ -34,8 +33,9 @@ inline void put(const Gradients& grads, const Gradients& results) {
 inline int64_t number_of_splits(int64_t keys) { return std::clamp<int64_t>(keys / 512, 1, 8); }
 
 /// The kernels of a backward that leaves each split's part of grad_query in a buffer.
-template <class Params>
+template <class T, class Params>
 struct SplitKernels {
+  int64_t (*row_tiles)(const kernels::Problem<T>&);
   int64_t (*scratch_bytes)(const Params&);
   int64_t (*partial_size)(const Params&);  // of one key/value head
   void (*run)(const Params&, int64_t first_head, int64_t unit, void* scratch);
@@ -45,7 +45,7 @@ struct SplitKernels {
 /// `backward` is `params` or a part of it.
 template <class T, class Params>
 void run_splits(kernels::BackwardParams<T>& backward, const Params& params,
-                const SplitKernels<Params>& kernels) {
+                const SplitKernels<T, Params>& kernels) {
   const int64_t heads = backward.problem.batch * backward.problem.kv_heads;
   // The parts of grad_query are kept for a few heads at a time, enough to occupy all threads.
   const bool sums = backward.splits > 1 && backward.grad_query.data != nullptr;
@@ -57,7 +57,7 @@ void run_splits(kernels::BackwardParams<T>& backward, const Params& params,
   backward.partial_grad_query = static_cast<T*>(partial.get());
 
   const int64_t scratch_bytes = kernels.scratch_bytes(params);
-  const int64_t row_tiles = kernels_for<T>().backward_row_tiles(backward.problem);
+  const int64_t row_tiles = kernels.row_tiles(backward.problem);
   for (int64_t head = 0; head < heads; head += heads_at_once) {
     const int64_t count = std::min(heads_at_once, heads - head);
     for_each_unit(count * backward.splits, scratch_bytes,

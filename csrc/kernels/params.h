@@ -126,6 +126,8 @@ struct BackwardParams {
   T* partial_grad_query;  // nullptr when splits == 1
   // Each row's share of the gradient of its head's slope, [split][B][Hq][M], or nullptr.
   T* slope_gradient_of_rows;
+  // Kernels of 16 bits read and write such numbers in all operands. Of an output these are two:
+  Operand<const T> out_rest;
 };
 
 /// The gradient of a float attn_mask, summed over the dimensions in which the mask is broadcast:

@@ -56,9 +56,11 @@ uint16_t bfloat16_of(float& x) {
 template <class T>
 class KernelRun {
  public:
-  /// forward: another forward pass than that of T, which reads query, key and value in bfloat16.
+  /// in_bfloat16: another forward pass than that of T, which reads query, key and value in
+  /// bfloat16. backward_in_bfloat16: after it, another backward.
   KernelRun(const CpuKernelTable& table, const Shape& shape, int64_t splits,
-            const ForwardKernels<float>* in_bfloat16 = nullptr)
+            const ForwardKernels<float>* in_bfloat16 = nullptr,
+            const BackwardKernelsOf16Bits* backward_in_bfloat16 = nullptr)
       : kernels_(kernels_of<T>(table)), s_(shape) {
     std::mt19937 random(7);
     std::normal_distribution<double> normal;
@@ -119,6 +121,7 @@ class KernelRun {
         p.query.data = stored(q_, q16_);
         p.key.data = stored(k_, k16_);
         p.value.data = stored(v_, v16_);
+        stored(g_, g16_);
         p.key_value_storage = Storage::kBFloat16;
       }
     }
@@ -169,6 +172,9 @@ class KernelRun {
       }
     }
     run_tangents(backward);
+    if constexpr (sizeof(T) == 4) {
+      if (backward_in_bfloat16 != nullptr) run_in_bfloat16(*backward_in_bfloat16, backward);
+    }
   }
 
   /// The differences to loops in double, derivatives along the directions included.
@@ -277,6 +283,51 @@ class KernelRun {
     backward.grad_value = operand<T>(dv.data(), s_.keys, s_.value_dim);
   }
 
+  /// The backward again, from and to bfloat16.
+  void run_in_bfloat16(const BackwardKernelsOf16Bits& kernels, BackwardParams<float> backward) {
+    ASSERT_TRUE(kernels.takes(backward.problem));
+    const auto pointer = [](std::vector<uint16_t>& x) { return reinterpret_cast<T*>(x.data()); };
+    backward.problem.query.data = pointer(q16_);
+    backward.problem.key.data = pointer(k16_);
+    backward.problem.value.data = pointer(v16_);
+    backward.problem.key_value_storage = Storage::kBFloat16;
+    backward.grad_out.data = pointer(g16_);
+    // The rest of an output is what its upper half lacks; the rest of that does not matter.
+    std::vector<uint16_t> out, rest, dq(q_.size()), dk(k_.size()), dv(v_.size());
+    for (T x : out_) {
+      T upper = x;
+      out.push_back(bfloat16_of(upper));
+      T left = x - upper;
+      rest.push_back(bfloat16_of(left));
+    }
+    backward.out.data = pointer(out);
+    backward.out_rest = backward.out;
+    backward.out_rest.data = pointer(rest);
+    backward.grad_query.data = pointer(dq);
+    backward.grad_key.data = pointer(dk);
+    backward.grad_value.data = pointer(dv);
+    const auto partial =
+        memory(s_.kv_heads * kernels.partial_grad_query_size(backward) * sizeof(T));
+    backward.partial_grad_query = static_cast<T*>(partial.get());
+    const auto scratch = memory(kernels.backward_scratch_bytes(backward));
+    for (int64_t unit = 0; unit < s_.kv_heads * backward.splits; ++unit) {
+      kernels.backward(backward, 0, unit, scratch.get());
+    }
+    const int64_t tiles = s_.kv_heads * kernels.backward_row_tiles(backward.problem);
+    for (int64_t unit = 0; backward.splits > 1 && unit < tiles; ++unit) {
+      kernels.sum_grad_query(backward, 0, unit, scratch.get());
+    }
+    const auto widen = [](const std::vector<uint16_t>& from, std::vector<T>& to) {
+      for (size_t i = 0; i < from.size(); ++i) {
+        const uint32_t bits = uint32_t{from[i]} << 16;
+        std::memcpy(&to[i], &bits, sizeof(bits));
+      }
+    };
+    widen(dq, dq_);
+    widen(dk, dk_);
+    widen(dv, dv_);
+  }
+
   /// The derivatives of forward and backward along all directions.
   void run_tangents(const BackwardParams<T>& backward) {
     out_t_.resize(out_.size());
@@ -327,7 +378,7 @@ class KernelRun {
 
   const CpuKernels<T>& kernels_;
   Shape s_;
-  std::vector<uint16_t> q16_, k16_, v16_;
+  std::vector<uint16_t> q16_, k16_, v16_, g16_;
   std::vector<T> q_, k_, v_, g_, slopes_, sinks_, out_, lse_, lse_rest_, dq_, dk_, dv_;
   std::vector<T> q_t_, k_t_, v_t_, slopes_t_, sinks_t_, out_t_, lse_t_, dq_t_, dk_t_, dv_t_;
 };
@@ -395,6 +446,29 @@ TEST_P(Kernels, ProductsInBFloat16) {
     // A weight is rounded by up to 2^-9, values are up to 4: most of it averages out.
     EXPECT_LT(errors.output, 1.5e-2) << what;
     EXPECT_LT(errors.lse, 5e-5) << what;
+  }
+}
+
+TEST_P(Kernels, BackwardInBFloat16) {
+  if (table_->bfloat16_backward == nullptr) GTEST_SKIP() << "has none";
+  const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
+  const Shape shapes[] = {
+      {1, 1, 17, 33, 8, 8, causal},       {1, 1, 50, 300, 20, 17, all},
+      {2, 1, 100, 291, 16, 33, causal},   {6, 2, 40, 200, 34, 64, causal},
+      {4, 2, 60, 90, 24, 80, window},     {1, 1, 49, 97, 65, 63, causal},
+      {3, 1, 133, 230, 1, 1, window},     {1, 1, 32, 96, 32, 32, outside},
+      {4, 2, 60, 290, 24, 20, all, true}, {2, 1, 20, 300, 8, 8, causal, true},
+  };
+  for (const Shape& shape : shapes) {
+    for (int64_t splits : {1, 2, 3}) {
+      if (splits > (shape.keys + 95) / 96) continue;
+      const auto errors =
+          KernelRun<float>(*table_, shape, splits, table_->bfloat16, table_->bfloat16_backward)
+              .errors();
+      // Gradients are up to 16, of which rounding takes 2^-5 at most.
+      EXPECT_LT(errors.gradients, 3.5e-2)
+          << "queries " << shape.queries << " keys " << shape.keys << " splits " << splits;
+    }
   }
 }
 

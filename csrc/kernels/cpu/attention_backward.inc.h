@@ -236,12 +236,26 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   }
 }
 
-/// dQ of one tile of rows: the parts of all splits, added in order.
+/// sum = dQᵀ of tile `t` of a head, `size` numbers: the parts of all splits, added in order. Heads
+/// count from where partial_grad_query begins.
+template <class T>
+inline void add_splits(const BackwardParams<T>& params, int64_t head, int64_t tiles, int64_t t,
+                       int64_t size, T* sum) {
+  using S = Simd<T>;
+  for (int64_t split = 0; split < params.splits; ++split) {
+    const T* part = params.partial_grad_query + ((head * params.splits + split) * tiles + t) * size;
+    for (int64_t x = 0; x < size; x += S::kWidth) {
+      const auto so_far = split == 0 ? S::zero() : S::load(sum + x);
+      S::store(sum + x, so_far + S::load(part + x));
+    }
+  }
+}
+
+/// dQ of one tile of rows.
 template <class T, int kVectors>
 inline void sum_splits(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                        void* scratch) {
-  using S = Simd<T>;
-  constexpr int kRows = kVectors * S::kWidth;
+  constexpr int kRows = kVectors * Simd<T>::kWidth;
   const Problem<T>& p = params.problem;
   const int64_t tiles = backward_row_tiles(p);
   const int64_t head = unit / tiles, t = unit % tiles;
@@ -251,14 +265,7 @@ inline void sum_splits(const BackwardParams<T>& params, int64_t first_head, int6
   const auto tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, t * kRows);
 
   T* sum = static_cast<T*>(scratch);
-  const int64_t size = p.head_dim * kRows;
-  for (int64_t split = 0; split < params.splits; ++split) {
-    const T* part = params.partial_grad_query + ((head * params.splits + split) * tiles + t) * size;
-    for (int64_t x = 0; x < size; x += S::kWidth) {
-      const auto so_far = split == 0 ? S::zero() : S::load(sum + x);
-      S::store(sum + x, so_far + S::load(part + x));
-    }
-  }
+  add_splits(params, head, tiles, t, p.head_dim * kRows, sum);
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
   tile.unpack_transposed(sum, p.head_dim, scale_of_row, params.grad_query);

@@ -22,13 +22,22 @@ struct ForwardKernels {
 };
 
 template <class T>
-struct CpuKernels : ForwardKernels<T> {
+struct BackwardKernels {
   int64_t (*backward_row_tiles)(const Problem<T>&);
   int64_t (*backward_scratch_bytes)(const BackwardParams<T>&);
   int64_t (*partial_grad_query_size)(const BackwardParams<T>&);
   void (*backward)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
   void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
+};
 
+/// Of operands and gradients in 16 bits.
+struct BackwardKernelsOf16Bits : BackwardKernels<float> {
+  /// Whether they are there for a problem of these sizes.
+  bool (*takes)(const Problem<float>&);
+};
+
+template <class T>
+struct CpuKernels : ForwardKernels<T>, BackwardKernels<T> {
   int64_t (*mask_gradient_units)(const Problem<T>&, const Operand<T>& grad_mask);
   int64_t (*mask_gradient_scratch_bytes)(const MaskGradientParams<T>&);
   void (*mask_gradient)(const MaskGradientParams<T>&, int64_t unit, void* scratch);
@@ -56,6 +65,7 @@ struct CpuKernelTable {
   const CpuKernels<double>& float64;
   /// Reads query, key and value in bfloat16, or nullptr where that has no instructions of its own.
   const ForwardKernels<float>* bfloat16;
+  const BackwardKernelsOf16Bits* bfloat16_backward;  // or nullptr
 };
 
 namespace generic {

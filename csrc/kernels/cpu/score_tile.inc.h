@@ -59,11 +59,12 @@ struct AlibiTile {
     }
   }
 
-  /// f(k, v, |p - j|) for each of the keys first_key + k and each vector of rows.
-  template <class F>
-  QKV_INLINE void for_each_distance(int64_t first_key, int keys, F f) const {
+  /// f(k, v, |p - j|) for each of the keys first_key + k and each vector of rows, or kCount of them
+  /// from first_vector on.
+  template <int kCount = kVectors, class F>
+  QKV_INLINE void for_each_distance(int64_t first_key, int keys, F f, int first_vector = 0) const {
     const auto ahead = S::set(static_cast<T>(first_position - first_key));
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = first_vector; v < first_vector + kCount; ++v) {
       const auto from_first_key = S::load(position + v * S::kWidth) + ahead;
       for (int k = 0; k < keys; ++k) {
         f(k, v, absolute<T>(from_first_key - S::set(static_cast<T>(k))));

@@ -17,11 +17,8 @@ template <class T>
 constexpr CpuKernels<T> make_kernels() {
   return {
       make_forward_kernels<ForwardSource<T>>(),
-      backward_row_tiles<T>,
-      backward_scratch_bytes<T>,
-      partial_grad_query_size<T>,
-      attention_backward<T>,
-      sum_grad_query<T>,
+      {backward_row_tiles<T>, backward_scratch_bytes<T>, partial_grad_query_size<T>,
+       attention_backward<T>, sum_grad_query<T>},
       mask_gradient_units<T>,
       mask_gradient_scratch_bytes<T>,
       mask_gradient<T>,
@@ -44,7 +41,7 @@ constexpr CpuKernels<T> make_kernels() {
 
 extern const CpuKernels<float> float32_kernels = make_kernels<float>();
 extern const CpuKernels<double> float64_kernels = make_kernels<double>();
-extern const CpuKernelTable table = {QKV_STRING(QKV_ISA), float32_kernels, float64_kernels,
+extern const CpuKernelTable table = {QKV_STRING(QKV_ISA), float32_kernels, float64_kernels, nullptr,
                                      nullptr};
 
 }  // namespace qkv::kernels::QKV_ISA

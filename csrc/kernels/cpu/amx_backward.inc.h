@@ -1,0 +1,588 @@
+#pragma once
+
+#include "kernels/cpu/amx_blocks.inc.h"
+#include "kernels/cpu/attention_backward.inc.h"
+#include "kernels/cpu/bfloat16_tile.inc.h"
+#include "kernels/cpu/isa.h"
+
+// The backward of bfloat16 by AMX: the splits, tiles and steps of attention_backward.inc.h, on
+// operands in 16 bits.
+//
+//     S  keys [ rows -> ] = K  x Qᵀ           dP  keys [ rows -> ] = V  x dOᵀ
+//     dV keys [ Dv -> ]  += P  x dO           dK  keys [ D -> ]   += dS x Q
+//     dQᵀ   D [ rows -> ] += Kᵀ x dS
+//
+// Q, K, V and dO are multiplied as they are. P and dS would err by 2^-9 each if they were rounded,
+// as much as the rounded result: they are cut into two bfloat16 numbers each, and multiplied twice.
+//
+// 32 keys and 32 rows, a "square", are four tiles of S. Depths of products are 32 keys or rows as
+// well, in pairs: keys 2k and 2k + 1; but rows r and r + 16, which are the same lane of two
+// vectors. Squares of which no pair is kept are left out of all products.
+//
+// 0 · NaN is NaN, so what is not finite is left out of K, Q and dO where they meet pairs that are
+// not kept, and added afterwards for those that are.
+
+namespace qkv::kernels::QKV_ISA {
+
+constexpr int kAmxBackwardVectors = 6;
+constexpr int kSquare = 32;
+
+inline int64_t amx_depths(int64_t width) { return (width + kTileDepth - 1) / kTileDepth; }
+inline int64_t amx_columns(int64_t width) { return (width + kTileRows - 1) / kTileRows; }
+
+/// Where an AmxBackward has what: or only how much it is, if memory is nullptr.
+struct AmxBackwardMemory {
+  using Rows = BackwardRows<float, kAmxBackwardVectors>;
+  static constexpr int kRows = Rows::kRows;
+  static constexpr int kSquares = kRows / kSquare;
+  static constexpr int kBlockSquares = kBackwardBlockKeys / kSquare;
+
+  // Of the keys of the split, in tiles:
+  BFloat16* key_lines;    // A [keys / 16][depths of D]
+  BFloat16* value_lines;  // A [keys / 16][depths of Dv]
+  BFloat16* key_columns;  // A [keys / 32][columns of D]
+  float* grad_key;        // C [keys / 16][columns of D]
+  float* grad_value;      // C [keys / 16][columns of Dv]
+  uint8_t* poisoned;      // [keys / 32]: something in K is not finite
+  // Of a tile of rows:
+  BFloat16* query_columns;     // B [rows / 16][depths of D]
+  BFloat16* grad_out_columns;  // B [rows / 16][depths of Dv]
+  BFloat16* query_rows;        // B [rows / 32][columns of D]
+  BFloat16* grad_out_rows;     // B [rows / 32][columns of Dv]
+  float* grad_query_t;         // [columns of D · 16][rows]
+  // Of 32 keys:
+  float* scores;       // [32][rows], S, P
+  float* grads;        // [32][rows], dP, dS
+  float* caps;         // [32][rows], the derivative of the softcap
+  BFloat16* p_lines;   // A [rows / 32][2 parts][2 of keys]
+  BFloat16* ds_lines;  // as p_lines
+  // Of a block of keys:
+  BFloat16* ds_pairs;  // B [keys / 32][rows / 32][2 parts][2 of rows]
+  float* bias;
+  uint8_t* bits;
+  uint8_t* stays;
+
+  int64_t bytes = 0;
+
+  AmxBackwardMemory(const BackwardParams<float>& params, void* memory)
+      : memory_(static_cast<char*>(memory)) {
+    const Problem<float>& p = params.problem;
+    const int64_t blocks = (backward_blocks(p) + params.splits - 1) / params.splits;
+    const int64_t keys = blocks * kBlockSquares;  // in squares
+    const int64_t depths = amx_depths(p.head_dim), value_depths = amx_depths(p.value_dim);
+    const int64_t columns = amx_columns(p.head_dim), value_columns = amx_columns(p.value_dim);
+    take(key_lines, 2 * keys * depths);
+    take(value_lines, 2 * keys * value_depths);
+    take(key_columns, keys * columns);
+    take(grad_key, 2 * keys * columns);
+    take(grad_value, 2 * keys * value_columns);
+    take(query_columns, 2 * kSquares * depths);
+    take(grad_out_columns, 2 * kSquares * value_depths);
+    take(query_rows, kSquares * columns);
+    take(grad_out_rows, kSquares * value_columns);
+    take(grad_query_t, 2 * kSquares * columns);
+    constexpr int64_t kOfSquares = kSquare * kRows * int64_t{sizeof(float)} / kTileBytes;
+    take(scores, kOfSquares);
+    take(grads, kOfSquares);
+    take(caps, p.softcap != 0.0f ? kOfSquares : 0);
+    take(p_lines, 4 * kSquares);
+    take(ds_lines, 4 * kSquares);
+    take(ds_pairs, 4 * kSquares * kBlockSquares);
+    take(bias, MaskTile<float, kRows>::has_bias(p) ? kOfSquares * kBlockSquares : 0);
+    constexpr int64_t kBits = (kBackwardBlockKeys / 8 * kRows + kTileBytes - 1) / kTileBytes;
+    take(bits, kBits);
+    take(stays, kBits);
+    take(poisoned, (keys + kTileBytes - 1) / kTileBytes);
+  }
+
+ private:
+  template <class T>
+  void take(T*& part, int64_t tiles) {
+    part = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes);
+    bytes += tiles * kTileBytes;
+  }
+
+  char* memory_;
+};
+
+/// 16 numbers as bfloat16, or `count` of them.
+QKV_INLINE void store_rounded(BFloat16* to, int64_t stride, int64_t count, __m512 x) {
+  const auto rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
+  if (stride == 1) {
+    _mm256_mask_storeu_epi16(to, first_lanes(count), rounded);
+    return;
+  }
+  alignas(32) BFloat16 numbers[16];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(numbers), rounded);
+  for (int l = 0; l < 16 && l < count; ++l) to[l * stride] = numbers[l];
+}
+
+/// scale · dQᵀ of a tile to where dQ is.
+template <int kRows>
+inline void write_grad_query(const BackwardParams<float>& params, const RowTile<kRows>& tile,
+                             const float* grad_query_t) {
+  const int64_t width = params.problem.head_dim;
+  const auto scale = _mm512_set1_ps(params.problem.scale);
+  for (int r = 0; r < tile.rows; r += kTileRows) {
+    for (int64_t d = 0; d < width; d += kTileRows) {
+      __m512 lines[kTileRows];
+#pragma GCC unroll 16
+      for (int c = 0; c < kTileRows; ++c) {
+        lines[c] = _mm512_loadu_ps(grad_query_t + (d + c) * kRows + r) * scale;
+      }
+      transpose<float>(lines);
+      for (int l = 0; l < kTileRows && r + l < tile.rows; ++l) {
+        BFloat16* to = tile.template stored_row<BFloat16>(params.grad_query, r + l);
+        const int64_t stride = params.grad_query.column_stride;
+        store_rounded(to + d * stride, stride, width - d, lines[l]);
+      }
+    }
+  }
+}
+
+/// One split of a key/value head.
+class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
+ public:
+  using Memory = AmxBackwardMemory;
+  static constexpr int kSquares = Memory::kSquares;
+  static constexpr int64_t kTile = kTileRows * kTileDepth;  // numbers in bfloat16
+  static constexpr int64_t kSums = kTileRows * kTileRows;   // numbers in float32
+
+  AmxBackward(const BackwardParams<float>& params, int64_t head, int64_t split, void* scratch)
+      : BackwardRows(params),
+        m_(params, scratch),
+        head_(head),
+        split_(split),
+        keys_(keys_of_split(params, split)),
+        depths_(amx_depths(p.head_dim)),
+        value_depths_(amx_depths(p.value_dim)),
+        columns_(amx_columns(p.head_dim)),
+        value_columns_(amx_columns(p.value_dim)) {
+    mask.bits = m_.bits;
+    mask.bias = m_.bias;
+    stays = m_.stays;
+  }
+
+  /// partial: where dQᵀ of each tile is left, or nullptr if this is the only split.
+  void run(int64_t tiles, float* partial) {
+    const int64_t group = p.query_heads / p.kv_heads;
+    const int64_t batch = head_ / p.kv_heads, kv_head = head_ % p.kv_heads;
+    const bool need_query = params.grad_query.data != nullptr;
+    for (int64_t t = 0; t < tiles; ++t) {
+      tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, t * kRows);
+      if (t == 0) pack_keys();
+      if (partial != nullptr) m_.grad_query_t = partial + t * columns_ * kTileRows * kRows;
+      if (need_query) set_to_zero(m_.grad_query_t, columns_ * kTileRows * kRows);
+      set_to_zero(slope_gradient_, kRows);
+      const KeyRange range = keys_of_rows().intersection(keys_);
+      if (!range.empty()) {
+        pack_rows();
+        const int64_t first = keys_.begin + (range.begin - keys_.begin) / kSquare * kSquare;
+        for (int64_t n = first; n < range.end; n += kBackwardBlockKeys) {
+          const int64_t left = range.end - n;
+          add_block(n, left < kBackwardBlockKeys ? static_cast<int>(left) : kBackwardBlockKeys);
+        }
+      }
+      if (params.slope_gradient_of_rows != nullptr) {
+        float* of_rows =
+            params.slope_gradient_of_rows + split_ * p.batch * p.query_heads * p.queries;
+        for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p, r)] = slope_gradient_[r];
+      }
+      if (need_query && partial == nullptr) write_grad_query(params, tile, m_.grad_query_t);
+    }
+    if (params.grad_key.data != nullptr) {
+      write(m_.grad_key, p.scale, p.head_dim, columns_, params.grad_key);
+    }
+    if (params.grad_value.data != nullptr) {
+      write(m_.grad_value, 1.0f, p.value_dim, value_columns_, params.grad_value);
+    }
+  }
+
+ private:
+  using Lines = const BFloat16* [kTileRows];
+
+  void pack_keys() {
+    const int64_t count = keys_.end - keys_.begin;
+    const BFloat16* key =
+        tile.stored_keys_of_head<BFloat16>(p.key) + keys_.begin * p.key.row_stride;
+    const BFloat16* value =
+        tile.stored_keys_of_head<BFloat16>(p.value) + keys_.begin * p.value.row_stride;
+    const auto row = [count](const BFloat16* x, int64_t stride, int64_t k) {
+      return k < count ? x + k * stride : nullptr;
+    };
+    Lines first, second;
+    for (int64_t k = 0; k < count; k += kSquare) {
+      const int64_t square = k / kSquare;
+      for (int64_t half = 2 * square; half < 2 * square + 2; ++half) {
+        for (int l = 0; l < kTileRows; ++l) {
+          first[l] = row(key, p.key.row_stride, half * kTileRows + l);
+          second[l] = row(value, p.value.row_stride, half * kTileRows + l);
+        }
+        pack_lines(first, p.head_dim, m_.key_lines + half * depths_ * kTile);
+        pack_lines(second, p.value_dim, m_.value_lines + half * value_depths_ * kTile);
+      }
+      for (int l = 0; l < kTileRows; ++l) {
+        first[l] = row(key, p.key.row_stride, k + 2 * l);
+        second[l] = row(key, p.key.row_stride, k + 2 * l + 1);
+      }
+      m_.poisoned[square] =
+          !pack_columns(first, second, p.head_dim, m_.key_columns + square * columns_ * kTile);
+    }
+    const int64_t halves = 2 * ((count + kSquare - 1) / kSquare);
+    set_to_zero(m_.grad_key, halves * columns_ * kSums);
+    set_to_zero(m_.grad_value, halves * value_columns_ * kSums);
+  }
+
+  void pack_rows() {
+    rows_finite_ = true;
+    for (int g = 0; g * kSquare < tile.rows; ++g) {
+      Lines query[2], grad_out[2];
+      for (int l = 0; l < kSquare; ++l) {
+        const int r = g * kSquare + l;
+        const bool has_row = r < tile.rows;
+        query[l / kTileRows][l % kTileRows] =
+            has_row ? tile.stored_row<BFloat16>(p.query, r) : nullptr;
+        grad_out[l / kTileRows][l % kTileRows] =
+            has_row ? tile.stored_row<BFloat16>(params.grad_out, r) : nullptr;
+      }
+      for (int half = 0; half < 2; ++half) {
+        pack_pairs_of_columns(query[half], p.head_dim, 1,
+                              m_.query_columns + (2 * g + half) * depths_ * kTile);
+        pack_pairs_of_columns(grad_out[half], p.value_dim, 1,
+                              m_.grad_out_columns + (2 * g + half) * value_depths_ * kTile);
+      }
+      rows_finite_ &=
+          pack_pairs_of_rows(query[0], query[1], p.head_dim, m_.query_rows + g * columns_ * kTile);
+      rows_finite_ &= pack_pairs_of_rows(grad_out[0], grad_out[1], p.value_dim,
+                                         m_.grad_out_rows + g * value_columns_ * kTile);
+    }
+    load_numbers([this](int r) { return dot_with_output(r); });
+  }
+
+  float dot_with_output(int r) const {
+    const BFloat16* grad = tile.stored_row<BFloat16>(params.grad_out, r);
+    const BFloat16* out = tile.stored_row<BFloat16>(params.out, r);
+    const BFloat16* rest = tile.stored_row<BFloat16>(params.out_rest, r);
+    const auto load = [](const BFloat16* x, __mmask16 lanes) __attribute__((always_inline)) {
+      const auto wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, x));
+      return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    };
+    auto sum = S::zero();
+    for (int64_t d = 0; d < p.value_dim; d += kTileRows) {
+      const __mmask16 lanes = first_lanes(p.value_dim - d);
+      sum = S::fma(load(grad + d, lanes), load(out + d, lanes) + load(rest + d, lanes), sum);
+    }
+    return S::sum(sum);
+  }
+
+  void add_block(int64_t first_key, int count) {
+    const TileState state = load_pairs(first_key, count);
+    if (state == TileState::kEmpty) return;
+    partial_ = state == TileState::kPartial;
+    if (!partial_ && tile.rows % kSquare != 0) {  // lanes without a row are not kept
+      for (int g = 0; g < (count + 7) / 8; ++g) {
+        __builtin_memset(m_.bits + g * kRows, 0xff, static_cast<unsigned>(tile.rows));
+        __builtin_memset(m_.bits + g * kRows + tile.rows, 0,
+                         static_cast<unsigned>(kRows - tile.rows));
+      }
+      partial_ = true;
+    }
+    Steps key_steps[kSquares];
+    for (int first = 0; first < count; first += kSquare) {
+      add_square_row(first_key, first, count - first < kSquare ? count - first : kSquare,
+                     key_steps);
+    }
+    if (params.grad_query.data == nullptr) return;
+    const int64_t square = (first_key - keys_.begin) / kSquare;
+    for (int g = 0; g < kSquares; ++g) {
+      if (key_steps[g].count() == 0) continue;
+      multiply_high(columns_, key_steps[g],
+                    {m_.key_columns + square * columns_ * kTile, 1, 0, columns_},
+                    {m_.ds_pairs + 4 * g * kTile, 1, 2, 4 * kSquares},
+                    {m_.grad_query_t + g * kSquare, kRows, kTileRows * kRows, kTileRows});
+    }
+  }
+
+  /// `count` keys from `offset` on in a block, with all rows.
+  void add_square_row(int64_t first_key, int offset, int count, Steps* key_steps) {
+    const int64_t square = (first_key + offset - keys_.begin) / kSquare;
+    const bool poisoned = m_.poisoned[square] != 0;
+    keeps_ = poisoned || !rows_finite_;
+    Steps rows;
+    bool is_partial[kSquares];
+    for (int g = 0; g * kSquare < tile.rows; ++g) {
+      const TileState state = partial_ ? state_of(g, offset, count) : TileState::kFull;
+      if (state == TileState::kEmpty) continue;
+      rows.add(g);
+      key_steps[g].add(offset / kSquare);
+      is_partial[g] = state == TileState::kPartial;
+    }
+    if (rows.count() == 0) return;
+    // While vectors work on a square, the next one is multiplied.
+    multiply_square(square, static_cast<int>(rows[0]));
+    for (int64_t i = 0; i < rows.count(); ++i) {
+      if (i + 1 < rows.count()) multiply_square(square, static_cast<int>(rows[i + 1]));
+      const int g = static_cast<int>(rows[i]);
+      split_square(first_key, offset, count, g, is_partial[g]);
+    }
+    if (params.grad_value.data != nullptr) {
+      multiply_wide(value_columns_, rows, {m_.p_lines, 1, 2, 4},
+                    {m_.grad_out_rows, 1, 0, value_columns_},
+                    {m_.grad_value + 2 * square * value_columns_ * kSums, kTileRows,
+                     value_columns_ * kSums, kSums});
+    }
+    if (params.grad_key.data != nullptr) {
+      multiply_wide(
+          columns_, rows, {m_.ds_lines, 1, 2, 4}, {m_.query_rows, 1, 0, columns_},
+          {m_.grad_key + 2 * square * columns_ * kSums, kTileRows, columns_ * kSums, kSums});
+    }
+    if (keeps_) add_non_finite(first_key + offset, offset, count, poisoned);
+  }
+
+  /// S and dP.
+  void multiply_square(int64_t square, int g) const {
+    const auto multiply = [&](const BFloat16* keys, const BFloat16* rows, int64_t depths, float* to)
+        __attribute__((always_inline)) {
+      multiply_tiles<2, 2, false, InParts::kNone>(
+          Steps(depths), {keys + 2 * square * depths * kTile, depths, 0, 1},
+          {rows + 2 * g * depths * kTile, depths, 0, 1},
+          {to + g * kSquare, kRows, kTileRows * kRows, kTileRows});
+    };
+    multiply(m_.key_lines, m_.query_columns, depths_, m_.scores);
+    multiply(m_.value_lines, m_.grad_out_columns, value_depths_, m_.grads);
+  }
+
+  /// Of 32 rows and `count` keys, at least one of each.
+  TileState state_of(int g, int offset, int count) const {
+    auto any = _mm256_setzero_si256(), all = _mm256_set1_epi8(-1);
+    for (int k = 0; k < count; k += 8) {
+      const auto bits = _mm256_loadu_si256(
+          reinterpret_cast<const __m256i*>(m_.bits + (offset + k) / 8 * kRows + g * kSquare));
+      const auto inside = _mm256_set1_epi8(static_cast<char>(bits_in_range(0, count - k)));
+      any = _mm256_or_si256(any, _mm256_and_si256(bits, inside));
+      all = _mm256_and_si256(all, _mm256_or_si256(bits, ~inside));
+    }
+    if (_mm256_testz_si256(any, any)) return TileState::kEmpty;
+    return _mm256_movepi8_mask(_mm256_cmpeq_epi8(all, _mm256_set1_epi8(-1))) == ~__mmask32(0)
+               ? TileState::kFull
+               : TileState::kPartial;
+  }
+
+  /// S and dP of a square become P and dS, in parts.
+  void split_square(int64_t first_key, int offset, int count, int g, bool partial) {
+    constexpr int kCount = 2;
+    const int vector = kCount * g;
+    float* scores = m_.scores + g * kSquare;
+    float* grads = m_.grads + g * kSquare;
+    const bool of_slopes = params.slope_gradient_of_rows != nullptr;
+    auto scale = S::set(p.scale);
+    if (p.softcap != 0.0f || mask.has_bias(p) || p.alibi_slopes.data != nullptr) {
+      for (int k = 0; k < count; ++k) {
+        for (int v = 0; v < kCount; ++v) {
+          float* s = scores + k * kRows + v * S::kWidth;
+          S::store(s, S::load(s) * scale);
+        }
+      }
+      scale = S::set(1.0f);
+      const ScoreRows<float, kCount, kRows> rows{p,     mask,   alibi,  first_key + offset,
+                                                 count, offset, vector, scores};
+      rows.modify(m_.caps + g * kSquare);
+    }
+    const RowNumbers numbers[kCount] = {numbers_of(vector), numbers_of(vector + 1)};
+    const auto with = [&](auto masked, auto drops) {
+      const auto pairs_of = [&](int k, int v) __attribute__((always_inline)) {
+        const int64_t x = k * kRows + v * S::kWidth;
+        return gradients_of<masked() != 0, drops() != 0>(
+            offset + k, vector + v, numbers[v],
+            S::fma(S::load(scores + x), scale, S::zero() - numbers[v].lse), S::load(grads + x));
+      };
+      const auto keep = [&](int k, int v, const Pairs& pairs) __attribute__((always_inline)) {
+        S::store(scores + k * kRows + v * S::kWidth, pairs.weight);
+        S::store(grads + k * kRows + v * S::kWidth, pairs.gradient);
+      };
+      if (!of_slopes && p.softcap == 0.0f) {
+        split_pairs(
+            offset, count, g, [&](int k, int v) __attribute__((always_inline)) {
+              const Pairs pairs = pairs_of(k, v);
+              if (keeps_) keep(k, v, pairs);
+              return pairs;
+            });
+        return;
+      }
+      for (int k = 0; k < count; ++k) {
+        for (int v = 0; v < kCount; ++v) keep(k, v, pairs_of(k, v));
+      }
+      if (of_slopes) {
+        add_slope_gradient<kCount>(first_key + offset, count, m_.grads, slope_gradient_, vector);
+      }
+      if (p.softcap != 0.0f) {
+        through_softcap<kCount>(offset, count, vector, partial, m_.caps + g * kSquare, grads);
+      }
+      split_pairs(
+          offset, count, g, [&](int k, int v) __attribute__((always_inline)) {
+            const int64_t x = k * kRows + v * S::kWidth;
+            return Pairs{S::load(scores + x), S::load(grads + x)};
+          });
+    };
+    if (p.dropout.threshold == 0) {
+      partial ? with(Constant<1>{}, Constant<0>{}) : with(Constant<0>{}, Constant<0>{});
+    } else {
+      partial ? with(Constant<1>{}, Constant<1>{}) : with(Constant<0>{}, Constant<1>{});
+    }
+  }
+
+  /// pairs_of(k, v) gives them by key and vector. Those after the last key are zeros.
+  template <class PairsOf>
+  QKV_INLINE void split_pairs(int offset, int count, int g, PairsOf pairs_of) {
+    BFloat16* p_lines = m_.p_lines + 4 * g * kTile;
+    BFloat16* ds_lines = m_.ds_lines + 4 * g * kTile;
+    BFloat16* ds_pairs = m_.ds_pairs + 4 * (offset / kSquare * kSquares + g) * kTile;
+    const auto store = [](BFloat16 * to, int line, __m512i x) __attribute__((always_inline)) {
+      _mm512_storeu_si512(to + line * kTileDepth, x);
+    };
+    const auto split_two_keys = [&](int k, Pairs a0, Pairs a1, Pairs b0, Pairs b1)
+        __attribute__((always_inline)) {
+      const auto to_lines = [&](BFloat16 * lines, int line, const Halves& x, const Halves& y)
+          __attribute__((always_inline)) {
+        BFloat16* of_keys = lines + line / kTileRows * kTile;
+        store(of_keys, line % kTileRows, pairs_of_upper(x.high, y.high));
+        store(of_keys + 2 * kTile, line % kTileRows, pairs_of_upper(x.low, y.low));
+      };
+      to_lines(p_lines, k, Halves(a0.weight), Halves(a1.weight));
+      to_lines(p_lines, k + 1, Halves(b0.weight), Halves(b1.weight));
+      const Halves x0(a0.gradient), x1(a1.gradient), y0(b0.gradient), y1(b1.gradient);
+      to_lines(ds_lines, k, x0, x1);
+      to_lines(ds_lines, k + 1, y0, y1);
+      store(ds_pairs, k / 2, pairs_of_upper(x0.high, y0.high));
+      store(ds_pairs + kTile, k / 2, pairs_of_upper(x1.high, y1.high));
+      store(ds_pairs + 2 * kTile, k / 2, pairs_of_upper(x0.low, y0.low));
+      store(ds_pairs + 3 * kTile, k / 2, pairs_of_upper(x1.low, y1.low));
+    };
+    const Pairs none{S::zero(), S::zero()};
+    int k = 0;
+    for (; k + 1 < count; k += 2) {
+      split_two_keys(k, pairs_of(k, 0), pairs_of(k, 1), pairs_of(k + 1, 0), pairs_of(k + 1, 1));
+    }
+    for (; k < kSquare; k += 2) {
+      if (k < count) {
+        split_two_keys(k, pairs_of(k, 0), pairs_of(k, 1), none, none);
+      } else {
+        split_two_keys(k, none, none, none, none);
+      }
+    }
+  }
+
+  /// What the products of `count` keys left out, for the pairs that are kept.
+  void add_non_finite(int64_t first_key, int offset, int count, bool poisoned) {
+    const int64_t first = first_key - keys_.begin;
+    const BFloat16* keys = tile.stored_keys_of_head<BFloat16>(p.key);
+    const auto element = [](float* sums, int64_t columns, int64_t k, int64_t d) -> float& {
+      const int64_t tile_of_sums = k / kTileRows * columns + d / kTileRows;
+      return sums[tile_of_sums * kSums + k % kTileRows * kTileRows + d % kTileRows];
+    };
+    for (int r = 0; r < tile.rows; ++r) {
+      const BFloat16* query = tile.stored_row<BFloat16>(p.query, r);
+      const BFloat16* grad_out = tile.stored_row<BFloat16>(params.grad_out, r);
+      for (int k = 0; k < count; ++k) {
+        const int bit = offset + k;
+        if (partial_ && (m_.bits[bit / 8 * kRows + r] >> (bit % 8) & 1) == 0) continue;
+        const float weight = m_.scores[k * kRows + r], gradient = m_.grads[k * kRows + r];
+        for (int64_t d = 0; d < p.value_dim && !rows_finite_; ++d) {
+          if (is_finite(grad_out[d])) continue;
+          element(m_.grad_value, value_columns_, first + k, d) += weight * grad_out[d];
+        }
+        for (int64_t d = 0; d < p.head_dim && !rows_finite_; ++d) {
+          if (is_finite(query[d])) continue;
+          element(m_.grad_key, columns_, first + k, d) += gradient * query[d];
+        }
+        const BFloat16* key = keys + (first_key + k) * p.key.row_stride;
+        for (int64_t d = 0; d < p.head_dim && poisoned; ++d) {
+          if (is_finite(key[d])) continue;
+          m_.grad_query_t[d * kRows + r] += gradient * key[d];
+        }
+      }
+    }
+  }
+
+  void write(const float* sums, float scale, int64_t width, int64_t columns,
+             const Operand<float>& to) const {
+    BFloat16* rows = tile.stored_keys_of_head<BFloat16>(to) + keys_.begin * to.row_stride;
+    for (int64_t k = 0; k < keys_.end - keys_.begin; ++k) {
+      for (int64_t c = 0; c < columns; ++c) {
+        const int64_t tile_of_sums = k / kTileRows * columns + c;
+        const auto x = S::load(sums + tile_of_sums * kSums + k % kTileRows * kTileRows);
+        store_rounded(rows + k * to.row_stride + c * kTileRows * to.column_stride, to.column_stride,
+                      width - c * kTileRows, x * S::set(scale));
+      }
+    }
+  }
+
+  Memory m_;
+  TileRegisters registers_;
+  int64_t head_;
+  int64_t split_;
+  KeyRange keys_;
+  int64_t depths_, value_depths_;
+  int64_t columns_, value_columns_;
+  bool rows_finite_ = true;  // of Q and dO
+  bool partial_ = false;     // not all pairs of the block are kept
+  bool keeps_ = false;       // P and dS are needed after they were split
+  alignas(64) float slope_gradient_[kRows];
+};
+
+inline bool amx_backward_takes(const Problem<float>& p) {
+  return p.keys >= kSquare && rows_of_kv_head(p) >= kTileRows;
+}
+
+inline int64_t amx_backward_row_tiles(const Problem<float>& p) {
+  constexpr int kRows = AmxBackwardMemory::kRows;
+  return (rows_of_kv_head(p) + kRows - 1) / kRows;
+}
+
+inline int64_t amx_backward_scratch_bytes(const BackwardParams<float>& params) {
+  return AmxBackwardMemory(params, nullptr).bytes;
+}
+
+/// Numbers of dQᵀ of a tile of rows.
+inline int64_t amx_grad_query_size(const Problem<float>& p) {
+  return amx_columns(p.head_dim) * kTileRows * AmxBackwardMemory::kRows;
+}
+
+inline int64_t amx_partial_grad_query_size(const BackwardParams<float>& params) {
+  return params.splits * amx_backward_row_tiles(params.problem) *
+         amx_grad_query_size(params.problem);
+}
+
+inline void amx_backward(const BackwardParams<float>& params, int64_t first_head, int64_t unit,
+                         void* scratch) {
+  const int64_t tiles = amx_backward_row_tiles(params.problem);
+  float* partial =
+      params.splits == 1 || params.grad_query.data == nullptr
+          ? nullptr
+          : params.partial_grad_query + unit * tiles * amx_grad_query_size(params.problem);
+  AmxBackward work(params, first_head + unit / params.splits, unit % params.splits, scratch);
+  work.run(tiles, partial);
+}
+
+/// dQ of one tile of rows: the parts of all splits, added in order.
+inline void amx_sum_grad_query(const BackwardParams<float>& params, int64_t first_head,
+                               int64_t unit, void* scratch) {
+  constexpr int kRows = AmxBackwardMemory::kRows;
+  const Problem<float>& p = params.problem;
+  const int64_t tiles = amx_backward_row_tiles(p), size = amx_grad_query_size(p);
+  const int64_t head = first_head + unit / tiles, t = unit % tiles;
+  const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
+  float* sum = static_cast<float*>(scratch);
+  add_splits(params, unit / tiles, tiles, t, size, sum);
+  const auto tile =
+      RowTile<kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, t * kRows);
+  write_grad_query(params, tile, sum);
+}
+
+constexpr BackwardKernelsOf16Bits make_amx_backward_kernels() {
+  return {{amx_backward_row_tiles, amx_backward_scratch_bytes, amx_partial_grad_query_size,
+           amx_backward, amx_sum_grad_query},
+          amx_backward_takes};
+}
+
+}  // namespace qkv::kernels::QKV_ISA

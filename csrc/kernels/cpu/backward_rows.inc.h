@@ -1,0 +1,180 @@
+#pragma once
+
+#include "kernels/band.h"
+#include "kernels/cpu/dropout_tile.inc.h"
+#include "kernels/cpu/mask_tile.inc.h"
+#include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/score_tile.inc.h"
+
+// What becomes of the products S = scale · K Qᵀ and dP = V dOᵀ of a tile of rows in the backward,
+// whatever they are multiplied in. R is what dropout multiplies the weights with.
+//
+//     S  = softcap(S) + mask - ALiBi     P  = exp(S - lse)
+//     dP = R ∘ dP                        dS = P ∘ (dP - delta)
+//     delta_i = <dO_i, O_i> - dLSE_i
+//
+//              rows (lanes) ->
+//     P  keys [ ............ ]   over S, times R
+//     dS keys [ ............ ]   over dP
+
+namespace qkv::kernels::QKV_ISA {
+
+constexpr int kBackwardBlockKeys = 96;
+
+template <class T, int kVectors>
+struct BackwardRows {
+  using S = Simd<T>;
+  static constexpr int kRows = kVectors * S::kWidth;
+
+  const BackwardParams<T>& params;
+  const Problem<T>& p;
+  RowTile<kRows> tile;
+  MaskTile<T, kRows> mask;
+  uint8_t* stays;  // R != 0
+  AlibiTile<T, kVectors> alibi;
+  alignas(64) T lse[kRows];
+  alignas(64) T lse_rest[kRows];
+  alignas(64) T delta[kRows];
+
+  explicit BackwardRows(const BackwardParams<T>& backward)
+      : params(backward), p(backward.problem) {}
+
+  KeyRange keys_of_rows() const {
+    return keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
+  }
+
+  /// dot_of_row(r) is <dO_r, O_r>.
+  template <class Dot>
+  void load_numbers(Dot dot_of_row) {
+    alibi.load(p, tile);
+    for (int r = 0; r < kRows; ++r) {
+      // A lane without a row gets lse = inf, hence P = 0.
+      lse[r] = static_cast<T>(__builtin_inff());
+      lse_rest[r] = T(0);
+      delta[r] = T(0);
+    }
+    for (int r = 0; r < tile.rows; ++r) {
+      const int64_t scalar = tile.scalar(p, r);
+      const T sum = dot_of_row(r);
+      // Nor does one that keeps nothing, or only scores that overflowed, whose lse is -inf.
+      if (params.lse[scalar] != -static_cast<T>(__builtin_inff())) lse[r] = params.lse[scalar];
+      lse_rest[r] = params.lse_rest[scalar];
+      delta[r] = params.grad_lse == nullptr ? sum : sum - params.grad_lse[scalar];
+    }
+  }
+
+  TileState load_pairs(int64_t first_key, int count) {
+    const TileState state = mask.load(p, tile, first_key, count);
+    if (state == TileState::kEmpty) return state;
+    if (p.dropout.threshold != 0) load_dropout<kRows>(p.dropout, tile, first_key, count, stays);
+    return state;
+  }
+
+  /// kCount vectors of rows from first_vector on and `keys` keys, `offset` after the first of those
+  /// whose pairs were loaded, first_key. scores: S -> R ∘ P, grads: V dOᵀ -> dS; caps takes the
+  /// derivative of the softcap.
+  template <int kCount>
+  void softmax_backward(int64_t first_key, int offset, int keys, int first_vector, bool partial,
+                        T* scores, T* grads, T* caps) const {
+    const ScoreRows<T, kCount, kRows> rows{p,    mask,   alibi,        first_key + offset,
+                                           keys, offset, first_vector, scores};
+    rows.modify(caps);
+    if (p.dropout.threshold == 0) {
+      partial ? to_gradients<kCount, true, false>(offset, keys, first_vector, scores, grads)
+              : to_gradients<kCount, false, false>(offset, keys, first_vector, scores, grads);
+    } else {
+      partial ? to_gradients<kCount, true, true>(offset, keys, first_vector, scores, grads)
+              : to_gradients<kCount, false, true>(offset, keys, first_vector, scores, grads);
+    }
+  }
+
+  /// What a vector of rows subtracts.
+  struct RowNumbers {
+    typename S::Number lse, lse_rest, delta;
+  };
+  QKV_INLINE RowNumbers numbers_of(int vector) const {
+    const int row = vector * S::kWidth;
+    return {S::load(lse + row), S::load(lse_rest + row), S::load(delta + row)};
+  }
+
+  struct Pairs {
+    typename S::Number weight, gradient;  // R ∘ P, dS
+  };
+
+  /// Of key `k` of those whose pairs were loaded, from S - lse and V dOᵀ. Pairs that are not kept
+  /// get 0 by selection, as their S and dP may be NaN.
+  template <bool kMasked, bool kDropout>
+  QKV_INLINE Pairs gradients_of(int k, int vector, const RowNumbers& numbers,
+                                typename S::Number above_lse, typename S::Number dp) const {
+    // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
+    const auto below = S::minimum(S::zero(), above_lse - numbers.lse_rest);
+    const auto probability = exp_of_nonpositive<T>(below);
+    auto used = probability;
+    if constexpr (kDropout) {
+      const auto scale = S::set(dropout_scale<T>(p.dropout));
+      const auto stays_k = S::bit_of_bytes(stays + k / 8 * kRows + vector * S::kWidth, k % 8);
+      dp = S::select(stays_k, dp * scale, S::zero());
+      used = S::select(stays_k, used * scale, S::zero());
+    }
+    auto ds = probability * (dp - numbers.delta);
+    if constexpr (kMasked) {
+      const auto kept_k = kept(k, vector);
+      used = S::select(kept_k, used, S::zero());
+      ds = S::select(kept_k, ds, S::zero());
+    }
+    return {used, ds};
+  }
+
+  /// sums[r] -= dS · |p - j|, the row's share of the gradient of its slope, for kCount vectors of
+  /// rows. grads and sums begin with the first row of all.
+  template <int kCount = kVectors>
+  void add_slope_gradient(int64_t first_key, int keys, const T* grads, T* sums,
+                          int first_vector = 0) const {
+    alibi.template for_each_distance<kCount>(
+        first_key, keys,
+        [&](int k, int v, typename S::Number distance) __attribute__((always_inline)) {
+          T* sum = sums + v * S::kWidth;
+          const auto ds = S::load(grads + k * kRows + v * S::kWidth);
+          S::store(sum, S::fma(S::zero() - ds, distance, S::load(sum)));
+        },
+        first_vector);
+  }
+
+  /// dS becomes the gradient of scale · Q Kᵀ. A pair that is not kept keeps its 0. For the keys and
+  /// vectors of softmax_backward.
+  template <int kCount>
+  void through_softcap(int offset, int keys, int first_vector, bool partial, const T* caps,
+                       T* grads) const {
+    for (int k = 0; k < keys; ++k) {
+      for (int v = 0; v < kCount; ++v) {
+        T* g = grads + k * kRows + v * S::kWidth;
+        auto ds = S::load(g) * S::load(caps + k * kRows + v * S::kWidth);
+        if (partial) ds = S::select(kept(offset + k, first_vector + v), ds, S::zero());
+        S::store(g, ds);
+      }
+    }
+  }
+
+ private:
+  typename S::Mask kept(int k, int v) const {
+    return S::bit_of_bytes(mask.bits + k / 8 * kRows + v * S::kWidth, k % 8);
+  }
+
+  template <int kCount, bool kMasked, bool kDropout>
+  void to_gradients(int offset, int keys, int first_vector, T* scores, T* grads) const {
+    for (int v = 0; v < kCount; ++v) {
+      const RowNumbers numbers = numbers_of(first_vector + v);
+      for (int k = 0; k < keys; ++k) {
+        T* s = scores + k * kRows + v * S::kWidth;
+        T* g = grads + k * kRows + v * S::kWidth;
+        const auto pair = gradients_of<kMasked, kDropout>(offset + k, first_vector + v, numbers,
+                                                          S::load(s) - numbers.lse, S::load(g));
+        S::store(s, pair.weight);
+        S::store(g, pair.gradient);
+      }
+    }
+  }
+};
+
+}  // namespace qkv::kernels::QKV_ISA

@@ -1,0 +1,148 @@
+"""The backward of bfloat16, which has kernels of its own where the processor has AMX.
+
+They work on squares of 32 keys and 32 rows: sizes here are just under, at and over multiples.
+"""
+
+import definition
+import pytest
+import torch
+
+import qkv
+
+NAN = float("nan")
+
+
+def numbers(shape, seed=0):
+    make = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=make).bfloat16()
+
+
+def problem(batch, heads, kv_heads, m, n, d, dv):
+    return (
+        numbers((batch, heads, m, d), 1),
+        numbers((batch, kv_heads, n, d), 2),
+        numbers((batch, kv_heads, n, dv), 3),
+        numbers((batch, heads, m, dv), 4),
+    )
+
+
+def gradients(query, key, value, grad, **kwargs):
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    out = qkv.attention(*leaves, enable_gqa=True, **kwargs)
+    return torch.autograd.grad(out, leaves, grad)
+
+
+@pytest.mark.parametrize("m, n", [(16, 32), (33, 97), (128, 127), (129, 160), (300, 1100)])
+@pytest.mark.parametrize("d, dv", [(1, 16), (17, 33), (64, 5), (80, 64)])
+@pytest.mark.parametrize("options", ["none", "causal", "window", "scores"])
+def test_rounded_once(m, n, d, dv, options):
+    """In L2 little more is lost than by one rounding of what is exact."""
+    query, key, value, grad = problem(1, 2, 1, m, n, d, dv)
+    kwargs = {
+        "none": {},
+        "causal": {"is_causal": True, "query_offset": n // 2},
+        "window": {"window": (20, 30), "query_offset": n // 3},
+        "scores": {"softcap": 3.0, "alibi_slopes": torch.tensor([0.01, 0.2])},
+    }[options]
+    actual = gradients(query, key, value, grad, **kwargs)
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    wide = {n: x.double() if torch.is_tensor(x) else x for n, x in kwargs.items()}
+    out, _, _ = definition.attention(*leaves, enable_gqa=True, **wide)
+    for name, a, e in zip("qkv", actual, torch.autograd.grad(out, leaves, grad.double())):
+        rounding = (e.bfloat16().double() - e).norm()
+        assert (a.double() - e).norm() < 1.25 * rounding + 1e-6, name
+
+
+def test_heads_apart_or_together():
+    query, key, value, grad = problem(3, 4, 2, 150, 1300, 40, 24)
+    kwargs = {"is_causal": True, "query_offset": 1150}
+    together = gradients(query, key, value, grad, **kwargs)
+    for b in range(3):
+        for h in range(2):
+            alone = gradients(
+                query[b : b + 1, 2 * h : 2 * h + 2],
+                key[b : b + 1, h : h + 1],
+                value[b : b + 1, h : h + 1],
+                grad[b : b + 1, 2 * h : 2 * h + 2],
+                **kwargs,
+            )
+            assert torch.equal(alone[0], together[0][b : b + 1, 2 * h : 2 * h + 2])
+            assert torch.equal(alone[1], together[1][b : b + 1, h : h + 1])
+            assert torch.equal(alone[2], together[2][b : b + 1, h : h + 1])
+
+
+def test_one_gradient_or_all():
+    """The bits of one do not depend on which others are asked for."""
+    query, key, value, grad = problem(1, 2, 2, 100, 700, 32, 32)
+    extras = {"attn_mask": numbers((100, 700), 5), "sinks": numbers((2,), 6)}
+    extras["alibi_slopes"] = numbers((2,), 7).abs() / 16
+    inputs = {"query": query, "key": key, "value": value, **extras}
+
+    def asked_for(names):
+        given = {n: x.detach().requires_grad_(n in names) for n, x in inputs.items()}
+        out = qkv.attention(**given)
+        return dict(zip(names, torch.autograd.grad(out, [given[n] for n in names], grad)))
+
+    together = asked_for(list(inputs))
+    for name in inputs:
+        assert torch.equal(asked_for([name])[name], together[name]), name
+
+
+def test_strides():
+    """Rows that lie apart, at odd distances, backwards in memory order; a key that is broadcast."""
+    shapes = problem(2, 2, 2, 70, 140, 24, 20)
+    contiguous = gradients(*shapes)
+    apart = []
+    for x in shapes:
+        wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype)
+        apart.append(wide[..., 1 : 1 + x.shape[-1]].copy_(x))
+    across = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shapes]
+    columns = [x.mT.contiguous().mT for x in shapes]
+    for other in (apart, across, columns):
+        for expected, actual in zip(contiguous, gradients(*other)):
+            assert torch.equal(expected, actual)
+    query, key, value, grad = shapes
+    one = key[:1]
+    expected = gradients(query, one.repeat(2, 1, 1, 1), value, grad)
+    actual = gradients(query, one.expand(2, -1, -1, -1), value, grad)
+    for e, a in zip(expected, actual):
+        assert torch.equal(e, a)
+
+
+@pytest.mark.parametrize("where", ["key", "value", "query", "grad"])
+def test_what_is_not_kept_may_be_nan(where):
+    """Whole tiles and parts of them; the last rows and keys lie beside lanes that are empty."""
+    m, n = 110, 333
+    query, key, value, grad = problem(1, 2, 1, m, n, 18, 34)
+    keep = torch.rand(m, n, generator=torch.Generator().manual_seed(8)) < 0.7
+    if where in ("key", "value"):
+        lost = [0, 31, 32, 100, n - 1]
+        keep[:, lost] = False
+    else:
+        lost = [0, 15, 32, 60, m - 1]
+        keep[lost] = False
+    clean = gradients(query, key, value, grad, attn_mask=keep)
+    {"key": key, "value": value, "query": query, "grad": grad}[where][..., lost, :] = NAN
+    for c, p in zip(clean, gradients(query, key, value, grad, attn_mask=keep)):
+        assert torch.equal(c, p)
+
+
+@pytest.mark.parametrize("where", ["key", "value", "query", "grad"])
+def test_what_is_kept_shows_its_nan(where):
+    """Without a mask, where a causal one ends, and in no other row or key."""
+    m = n = 100
+    query, key, value, grad = problem(1, 1, 1, m, n, 32, 32)
+    clean = gradients(query, key, value, grad, is_causal=True)
+    at = 57
+    {"key": key, "value": value, "query": query, "grad": grad}[where][..., at, 3] = NAN
+    dq, dk, dv = gradients(query, key, value, grad, is_causal=True)
+    if where in ("key", "value"):
+        assert torch.equal(dq[..., :at, :], clean[0][..., :at, :])
+        assert dq[..., at:, :].isnan().all()
+    else:
+        assert dq[..., at, :].isnan().all()
+        rest = [i for i in range(m) if i != at]
+        assert torch.equal(dq[..., rest, :], clean[0][..., rest, :])
+        assert torch.equal(dk[..., at + 1 :, :], clean[1][..., at + 1 :, :])
+        assert torch.equal(dv[..., at + 1 :, :], clean[2][..., at + 1 :, :])
+        assert dk[..., : at + 1, :].isnan().all() and dv[..., : at + 1, 3].isnan().all()
