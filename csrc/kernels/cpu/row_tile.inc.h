@@ -107,11 +107,6 @@ struct RowTile {
   }
 
   template <class Stored, class T>
-  Stored* stored_row(const Operand<T>& x, int r) const {
-    return reinterpret_cast<Stored*>(x.data) + batch.offset(x.batch_stride) +
-           head[r] * x.head_stride + query[r] * x.row_stride;
-  }
-  template <class Stored, class T>
   Stored* stored_keys_of_head(const Operand<T>& x) const {
     return reinterpret_cast<Stored*>(x.data) + batch.offset(x.batch_stride) +
            kv_head * x.head_stride;
