@@ -105,6 +105,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
   const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
   Needs left = needs;
+  Gradients results_left = results;
   if (const auto* of_splits = kernels_of_16_bits(operands)) {
     OptionalTensor dense_grad_lse;
     if (grad_lse) dense_grad_lse = grad_lse->contiguous();
@@ -116,13 +117,13 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
     // The kernels for these read the numbers that sums are taken in.
     left = {false, false, false, needs[3], false, needs[5]};
     if (!needs[3] && !needs[5]) return std::tuple_cat(results);
+    for (size_t i = 0; i < left.size(); ++i) {
+      if (!left[i]) results_left[i] = at::empty({0}, operands.query.options());
+    }
   }
   for (const Heads& heads : ranges_of_heads(operands, left)) {
     // Gradients are summed in memory in the numbers that all sums are taken in, and rounded once.
-    Gradients to = heads.of(results, left);
-    for (size_t i = 0; i < to.size(); ++i) {
-      if (!left[i]) to[i] = at::empty({0}, to[i].options());
-    }
+    const Gradients to = heads.of(results_left, left);
     const Gradients grads = writable(to, real);
     if (left[3]) grads[3].zero_();
     OptionalTensor dense_grad_lse;

@@ -158,19 +158,12 @@ class KernelRun {
     backward.lse_rest = lse_rest_.data();
     results_go_to(backward, dq_, dk_, dv_);
     backward.splits = splits;
-    const int64_t units = s_.kv_heads * splits;
     const auto partial =
         memory(s_.kv_heads * kernels_.partial_grad_query_size(backward) * sizeof(T));
     backward.partial_grad_query = static_cast<T*>(partial.get());
-    const auto more_scratch = memory(kernels_.backward_scratch_bytes(backward));
-    for (int64_t unit = 0; unit < units; ++unit) {
-      kernels_.backward(backward, 0, unit, more_scratch.get());
-    }
-    if (splits > 1) {
-      for (int64_t unit = 0; unit < s_.kv_heads * kernels_.backward_row_tiles(p); ++unit) {
-        kernels_.sum_grad_query(backward, 0, unit, more_scratch.get());
-      }
-    }
+    run_splits(backward, splits, kernels_.backward_row_tiles(p),
+               kernels_.backward_scratch_bytes(backward), kernels_.backward,
+               kernels_.sum_grad_query);
     run_tangents(backward);
     if constexpr (sizeof(T) == 4) {
       if (backward_in_bfloat16 != nullptr) run_in_bfloat16(*backward_in_bfloat16, backward);
@@ -283,6 +276,20 @@ class KernelRun {
     backward.grad_value = operand<T>(dv.data(), s_.keys, s_.value_dim);
   }
 
+  /// All splits of all heads, then the sums of what they left of grad_query.
+  template <class Params>
+  void run_splits(const Params& params, int64_t splits, int64_t row_tiles, int64_t scratch_bytes,
+                  void (*run)(const Params&, int64_t, int64_t, void*),
+                  void (*sum)(const Params&, int64_t, int64_t, void*)) {
+    const auto scratch = memory(scratch_bytes);
+    for (int64_t unit = 0; unit < s_.kv_heads * splits; ++unit) {
+      run(params, 0, unit, scratch.get());
+    }
+    for (int64_t unit = 0; splits > 1 && unit < s_.kv_heads * row_tiles; ++unit) {
+      sum(params, 0, unit, scratch.get());
+    }
+  }
+
   /// The backward again, from and to bfloat16.
   void run_in_bfloat16(const BackwardKernelsOf16Bits& kernels, BackwardParams<float> backward) {
     ASSERT_TRUE(kernels.takes(backward.problem));
@@ -309,14 +316,8 @@ class KernelRun {
     const auto partial =
         memory(s_.kv_heads * kernels.partial_grad_query_size(backward) * sizeof(T));
     backward.partial_grad_query = static_cast<T*>(partial.get());
-    const auto scratch = memory(kernels.backward_scratch_bytes(backward));
-    for (int64_t unit = 0; unit < s_.kv_heads * backward.splits; ++unit) {
-      kernels.backward(backward, 0, unit, scratch.get());
-    }
-    const int64_t tiles = s_.kv_heads * kernels.backward_row_tiles(backward.problem);
-    for (int64_t unit = 0; backward.splits > 1 && unit < tiles; ++unit) {
-      kernels.sum_grad_query(backward, 0, unit, scratch.get());
-    }
+    run_splits(backward, backward.splits, kernels.backward_row_tiles(backward.problem),
+               kernels.backward_scratch_bytes(backward), kernels.backward, kernels.sum_grad_query);
     const auto widen = [](const std::vector<uint16_t>& from, std::vector<T>& to) {
       for (size_t i = 0; i < from.size(); ++i) {
         const uint32_t bits = uint32_t{from[i]} << 16;
@@ -366,14 +367,9 @@ class KernelRun {
     const auto partial =
         memory(s_.kv_heads * kernels_.partial_grad_query_t_size(second) * sizeof(T));
     second.backward.partial_grad_query = static_cast<T*>(partial.get());
-    const auto scratch = memory(kernels_.backward_backward_scratch_bytes(second));
-    for (int64_t unit = 0; unit < s_.kv_heads * backward.splits; ++unit) {
-      kernels_.backward_backward(second, 0, unit, scratch.get());
-    }
-    const int64_t tiles = s_.kv_heads * kernels_.backward_row_tiles(backward.problem);
-    for (int64_t unit = 0; backward.splits > 1 && unit < tiles; ++unit) {
-      kernels_.sum_grad_query_t(second, 0, unit, scratch.get());
-    }
+    run_splits(second, backward.splits, kernels_.backward_row_tiles(backward.problem),
+               kernels_.backward_backward_scratch_bytes(second), kernels_.backward_backward,
+               kernels_.sum_grad_query_t);
   }
 
   const CpuKernels<T>& kernels_;
