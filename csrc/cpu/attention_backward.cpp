@@ -7,7 +7,6 @@
 
 #include "checks.h"
 #include "cpu/gradients.h"
-#include "cpu/heads.h"
 #include "cpu/kernels.h"
 #include "cpu/readable.h"
 #include "cpu/units.h"
@@ -31,7 +30,7 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
   if (needs[5]) sum_over_batch(sinks, x, grads[5]);
 }
 
-/// What kernels read of the forward's results: out_rest if they read it in 16 bits.
+/// What kernels read of the forward's results: out_rest if out has 16 bits.
 struct Results {
   Tensor out;
   OptionalTensor out_rest;
@@ -40,11 +39,10 @@ struct Results {
 };
 
 template <class T>
-void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const Tensor& grad_out,
-         const OptionalTensor& grad_lse, const Results& results, const Gradients& grads,
-         const Needs& needs) {
-  kernels::MaskGradientParams<T> params{};
-  kernels::BackwardParams<T>& backward = params.backward;
+void run(const kernels::BackwardKernels<T>& of_splits, bool splits_know_masks, const Operands& x,
+         const Tensor& grad_out, const OptionalTensor& grad_lse, const Results& results,
+         const Gradients& grads, const Needs& needs) {
+  kernels::BackwardParams<T> backward{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(backward.problem, x, batch);
   describe(backward.grad_out, grad_out, batch);
@@ -53,7 +51,7 @@ void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const 
   if (needs[0]) describe(backward.grad_query, grads[0], batch);
   if (needs[1]) describe(backward.grad_key, grads[1], batch);
   if (needs[2]) describe(backward.grad_value, grads[2], batch);
-  if (needs[3]) describe(params.grad_mask, grads[3], batch);
+  if (needs[3]) describe(backward.grad_mask, grads[3], batch);
   batch.complete(backward.problem);
   backward.lse = static_cast<const T*>(results.lse.const_data_ptr());
   backward.lse_rest = static_cast<const T*>(results.lse_rest.const_data_ptr());
@@ -64,22 +62,16 @@ void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const 
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
 
   const auto& kernels = kernels_for<T>();
-  if (needs[0] || needs[1] || needs[2] || needs[4]) {
-    run_splits<T, kernels::BackwardParams<T>>(
-        backward, backward,
-        {of_splits.backward_row_tiles, of_splits.backward_scratch_bytes,
-         of_splits.partial_grad_query_size, of_splits.backward, of_splits.sum_grad_query});
-  }
-  if (needs[3]) {
-    for_each_unit(kernels.mask_gradient_units(backward.problem, params.grad_mask),
-                  kernels.mask_gradient_scratch_bytes(params), [&](int64_t unit, void* scratch) {
-                    kernels.mask_gradient(params, unit, scratch);
-                  });
-  }
+  run_gradients<T, kernels::BackwardParams<T>>(
+      backward, backward, needs,
+      {of_splits.backward_row_tiles, of_splits.backward_scratch_bytes,
+       of_splits.partial_grad_query_size, of_splits.backward, of_splits.sum_grad_query,
+       splits_know_masks},
+      {kernels.mask_gradient_units, kernels.mask_gradient_scratch_bytes, kernels.mask_gradient});
   if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
 }
 
-/// The kernels that read and write 16 bits, if there are any for this problem.
+/// The kernels that multiply in bfloat16, if there are any for this problem.
 const kernels::BackwardKernelsOf16Bits* kernels_of_16_bits(const Operands& x) {
   const auto* kernels = kernel_table().bfloat16_backward;
   if (kernels == nullptr || x.query.scalar_type() != at::kBFloat16) return nullptr;
@@ -104,42 +96,27 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   // Batch dimensions must merge if there are many. Those of out do if the query's did.
   const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
   const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
-  Needs left = needs;
-  Gradients results_left = results;
-  if (const auto* of_splits = kernels_of_16_bits(operands)) {
-    OptionalTensor dense_grad_lse;
-    if (grad_lse) dense_grad_lse = grad_lse->contiguous();
-    run<float>(*of_splits, readable(operands, real, Reads16Bits::kAll), with_unit_columns(incoming),
-               dense_grad_lse,
-               {with_unit_columns(out), with_unit_columns(out_rest), lse.contiguous(),
-                lse_rest.contiguous()},
-               results, {needs[0], needs[1], needs[2], false, needs[4], false});
-    // The kernels for these read the numbers that sums are taken in.
-    left = {false, false, false, needs[3], false, needs[5]};
-    if (!needs[3] && !needs[5]) return std::tuple_cat(results);
-    for (size_t i = 0; i < left.size(); ++i) {
-      if (!left[i]) results_left[i] = at::empty({0}, operands.query.options());
-    }
+  const Operands x = readable(operands, real, Reads16Bits::kAll);
+  const Results of_forward{
+      with_unit_columns(out),
+      has_16_bits(out) ? OptionalTensor(with_unit_columns(out_rest)) : std::nullopt,
+      lse.contiguous(), lse_rest.contiguous()};
+  OptionalTensor dense_grad_lse;
+  if (grad_lse) dense_grad_lse = grad_lse->contiguous();
+  // A sum over heads is rounded once.
+  Gradients grads = results;
+  if (needs[3]) grads[3] = qkv::writable(results[3], real).zero_();
+  if (real == at::kDouble) {
+    run<double>(kernels_for<double>(), true, x, with_unit_columns(incoming), dense_grad_lse,
+                of_forward, grads, needs);
+  } else {
+    const auto* of_16_bits = kernels_of_16_bits(operands);
+    const kernels::BackwardKernels<float>* of_splits = of_16_bits;
+    if (of_16_bits == nullptr) of_splits = &kernels_for<float>();
+    run<float>(*of_splits, of_16_bits == nullptr, x, with_unit_columns(incoming), dense_grad_lse,
+               of_forward, grads, needs);
   }
-  for (const Heads& heads : ranges_of_heads(operands, left)) {
-    // Gradients are summed in memory in the numbers that all sums are taken in, and rounded once.
-    const Gradients to = heads.of(results_left, left);
-    const Gradients grads = writable(to, real);
-    if (left[3]) grads[3].zero_();
-    OptionalTensor dense_grad_lse;
-    if (grad_lse) dense_grad_lse = heads.of_scalars(*grad_lse);
-    const Operands x = readable(heads.of(operands), real);
-    const Tensor grad_out_of_heads = readable(heads.of_rows(incoming), real);
-    const Results of_heads{exact_output(heads.of_rows(out), heads.of_rows(out_rest), real),
-                           std::nullopt, heads.of_scalars(lse), heads.of_scalars(lse_rest)};
-    if (real == at::kDouble) {
-      run<double>(kernels_for<double>(), x, grad_out_of_heads, dense_grad_lse, of_heads, grads,
-                  left);
-    } else {
-      run<float>(kernels_for<float>(), x, grad_out_of_heads, dense_grad_lse, of_heads, grads, left);
-    }
-    put(grads, to);
-  }
+  put(grads, results);
   return std::tuple_cat(results);
 }
 

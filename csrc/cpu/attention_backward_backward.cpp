@@ -54,8 +54,7 @@ template <class T>
 void run(const Tensors& t) {
   const auto& kernels = kernels_for<T>();
   kernels::JvpParams<T> jvp{};
-  kernels::MaskGradientTangentParams<T> params{};
-  kernels::BackwardBackwardParams<T>& second = params.second;
+  kernels::BackwardBackwardParams<T> second{};
   kernels::BackwardParams<T>& backward = second.backward;
   BatchDimensions batch(t.x.query.sizes().slice(0, t.x.query.dim() - 3));
   describe(backward.problem, t.x, batch);
@@ -67,7 +66,7 @@ void run(const Tensors& t) {
   if (t.needs[0]) describe(backward.grad_query, t.grads[0], batch);
   if (t.needs[1]) describe(backward.grad_key, t.grads[1], batch);
   if (t.needs[2]) describe(backward.grad_value, t.grads[2], batch);
-  if (t.needs[3]) describe(params.grad_mask, t.grads[3], batch);
+  if (t.needs[3]) describe(backward.grad_mask, t.grads[3], batch);
   batch.complete(backward.problem);
   backward.lse = static_cast<const T*>(t.lse.const_data_ptr());
   backward.lse_rest = static_cast<const T*>(t.lse_rest.const_data_ptr());
@@ -87,18 +86,13 @@ void run(const Tensors& t) {
       t.needs[4] ? backward.splits * t.lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = t.needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
   if (backward.problem.keys > 0) {
-    if (t.needs[0] || t.needs[1] || t.needs[2] || t.needs[4]) {
-      run_splits<T, kernels::BackwardBackwardParams<T>>(
-          backward, second,
-          {kernels.backward_row_tiles, kernels.backward_backward_scratch_bytes,
-           kernels.partial_grad_query_t_size, kernels.backward_backward, kernels.sum_grad_query_t});
-    }
-    if (t.needs[3]) {
-      for_each_unit(
-          kernels.mask_gradient_units(backward.problem, params.grad_mask),
-          kernels.mask_gradient_t_scratch_bytes(params),
-          [&](int64_t unit, void* scratch) { kernels.mask_gradient_t(params, unit, scratch); });
-    }
+    run_gradients<T, kernels::BackwardBackwardParams<T>>(
+        backward, second, t.needs,
+        {kernels.backward_row_tiles, kernels.backward_backward_scratch_bytes,
+         kernels.partial_grad_query_t_size, kernels.backward_backward, kernels.sum_grad_query_t,
+         /*add_to_mask=*/true},
+        {kernels.mask_gradient_units, kernels.mask_gradient_t_scratch_bytes,
+         kernels.mask_gradient_t});
   }
   if ((t.needs[4] && backward.problem.keys > 0) || t.needs[5]) run_heads(second, t);
 }

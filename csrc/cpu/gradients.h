@@ -3,6 +3,8 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "cpu/units.h"
@@ -40,7 +42,52 @@ struct SplitKernels {
   int64_t (*partial_size)(const Params&);  // of one key/value head
   void (*run)(const Params&, int64_t first_head, int64_t unit, void* scratch);
   void (*sum_grad_query)(const Params&, int64_t first_head, int64_t unit, void* scratch);
+  bool add_to_mask;  // whether run adds to grad_mask
 };
+
+/// And those that give the mask's gradient a pass of its own.
+template <class T, class Params>
+struct MaskKernels {
+  int64_t (*units)(const kernels::Problem<T>&, const kernels::Operand<T>& grad_mask);
+  int64_t (*scratch_bytes)(const Params&);
+  void (*run)(const Params&, int64_t unit, void* scratch);
+};
+
+/// Key/value heads first .. first + count, counted from 0, those together that share grad_mask.
+template <class T>
+std::vector<std::vector<int64_t>> heads_by_mask(const kernels::BackwardParams<T>& backward,
+                                                int64_t first, int64_t count) {
+  const kernels::Problem<T>& p = backward.problem;
+  const kernels::Operand<T>& mask = backward.grad_mask;
+  std::map<int64_t, std::vector<int64_t>> by_offset;
+  for (int64_t h = 0; h < count; ++h) {
+    const int64_t head = (first + h) % p.kv_heads * (p.query_heads / p.kv_heads);
+    int64_t offset = head * mask.head_stride;
+    int64_t batch = (first + h) / p.kv_heads;
+    for (int d = p.batch_rank; d-- > 0; batch /= p.batch_size[d]) {
+      offset += batch % p.batch_size[d] * mask.batch_stride[d];
+    }
+    by_offset[offset].push_back(h);
+  }
+  std::vector<std::vector<int64_t>> groups;
+  for (auto& group : by_offset) groups.push_back(std::move(group.second));
+  return groups;
+}
+
+/// Whether splits may add to grad_mask, one after the other where heads share it. Ranges of keys
+/// must have elements of their own, and enough threads work to do. Elements take their sums in the
+/// same order as in a pass of its own: so this may depend on the number of threads.
+template <class T>
+bool splits_may_add_to_mask(const kernels::BackwardParams<T>& backward) {
+  const kernels::Problem<T>& p = backward.problem;
+  const kernels::Operand<T>& mask = backward.grad_mask;
+  if (mask.data == nullptr || mask.column_stride == 0) return false;
+  if (mask.row_stride == 0 && p.query_heads != p.kv_heads) return false;
+  int64_t apart = backward.splits * (mask.head_stride != 0 ? p.kv_heads : 1);
+  for (int d = 0; d < p.batch_rank; ++d) apart *= mask.batch_stride[d] != 0 ? p.batch_size[d] : 1;
+  const int64_t threads = at::get_num_threads();
+  return threads == 1 || apart >= 2 * threads;
+}
 
 /// `backward` is `params` or a part of it.
 template <class T, class Params>
@@ -60,13 +107,40 @@ void run_splits(kernels::BackwardParams<T>& backward, const Params& params,
   const int64_t row_tiles = kernels.row_tiles(backward.problem);
   for (int64_t head = 0; head < heads; head += heads_at_once) {
     const int64_t count = std::min(heads_at_once, heads - head);
-    for_each_unit(count * backward.splits, scratch_bytes,
-                  [&](int64_t unit, void* scratch) { kernels.run(params, head, unit, scratch); });
+    if (backward.grad_mask.data == nullptr) {
+      for_each_unit(count * backward.splits, scratch_bytes,
+                    [&](int64_t unit, void* scratch) { kernels.run(params, head, unit, scratch); });
+    } else {
+      const auto groups = heads_by_mask(backward, head, count);
+      const auto units = static_cast<int64_t>(groups.size()) * backward.splits;
+      for_each_unit(units, scratch_bytes, [&](int64_t unit, void* scratch) {
+        for (const int64_t h : groups[unit / backward.splits]) {
+          kernels.run(params, head, h * backward.splits + unit % backward.splits, scratch);
+        }
+      });
+    }
     if (!sums) continue;
     for_each_unit(count * row_tiles, scratch_bytes, [&](int64_t unit, void* scratch) {
       kernels.sum_grad_query(params, head, unit, scratch);
     });
   }
+}
+
+/// All gradients of tensors; those of numbers of heads are left.
+template <class T, class Params>
+void run_gradients(kernels::BackwardParams<T>& backward, const Params& params, const Needs& needs,
+                   const SplitKernels<T, Params>& of_splits,
+                   const MaskKernels<T, Params>& of_mask) {
+  const bool needs_splits = needs[0] || needs[1] || needs[2] || needs[4];
+  const kernels::Operand<T> grad_mask = backward.grad_mask;
+  const bool mask_in_splits =
+      needs_splits && of_splits.add_to_mask && splits_may_add_to_mask(backward);
+  if (!mask_in_splits) backward.grad_mask.data = nullptr;
+  if (needs_splits) run_splits(backward, params, of_splits);
+  if (mask_in_splits || !needs[3]) return;
+  backward.grad_mask = grad_mask;
+  for_each_unit(of_mask.units(backward.problem, grad_mask), of_mask.scratch_bytes(params),
+                [&](int64_t unit, void* scratch) { of_mask.run(params, unit, scratch); });
 }
 
 /// grad = the numbers of all (batch.., Hq), summed in order over the dimensions in which it is

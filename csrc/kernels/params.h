@@ -108,15 +108,17 @@ struct ForwardParams {
   void* prepared;  // what prepare_forward leaves for the tiles, or nullptr
 };
 
-/// Gradients that nobody asked for have data == nullptr.
+/// Gradients that nobody asked for have data == nullptr. If key and value are stored in 16 bits, so
+/// are all operands and gradients that are rows of a head.
 template <class T>
 struct BackwardParams {
   Problem<T> problem;
   Operand<const T> grad_out;
   const T* grad_lse;  // (B, Hq, M), dense, or nullptr
   Operand<const T> out;
-  const T* lse;       // (B, Hq, M), dense
-  const T* lse_rest;  // as lse
+  Operand<const T> out_rest;  // if stored in 16 bits: what rounding took from out
+  const T* lse;               // (B, Hq, M), dense
+  const T* lse_rest;          // as lse
   Operand<T> grad_query;
   Operand<T> grad_key;
   Operand<T> grad_value;
@@ -126,15 +128,8 @@ struct BackwardParams {
   T* partial_grad_query;  // nullptr when splits == 1
   // Each row's share of the gradient of its head's slope, [split][B][Hq][M], or nullptr.
   T* slope_gradient_of_rows;
-  // Kernels of 16 bits read and write such numbers in all operands. Of an output these are two:
-  Operand<const T> out_rest;
-};
-
-/// The gradient of a float attn_mask, summed over the dimensions in which the mask is broadcast:
-/// those have stride 0 here.
-template <class T>
-struct MaskGradientParams {
-  BackwardParams<T> backward;
+  // Of a float attn_mask, summed over the dimensions in which the mask is broadcast: those have
+  // stride 0 here. Splits add to it; or it is left to a kernel of its own.
   Operand<T> grad_mask;
 };
 
@@ -178,12 +173,6 @@ struct BackwardBackwardParams {
   Directions<T> directions;
   Operand<const T> out_t;  // from JvpParams, with the same directions
   const T* lse_t;
-};
-
-template <class T>
-struct MaskGradientTangentParams {
-  BackwardBackwardParams<T> second;
-  Operand<T> grad_mask;
 };
 
 }  // namespace qkv::kernels

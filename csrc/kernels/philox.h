@@ -30,9 +30,9 @@ QKV_INLINE void philox(typename Words::Vector (&c)[4], uint64_t key) {
     typename Words::Vector high_a, low_a, high_b, low_b;
     Words::multiply(c[0], 0xD2511F53, high_a, low_a);
     Words::multiply(c[2], 0xCD9E8D57, high_b, low_b);
-    c[0] = Words::exclusive_or(Words::exclusive_or(high_b, c[1]), Words::set(k0));
+    c[0] = Words::exclusive_or(high_b, c[1], Words::set(k0));
     c[1] = low_b;
-    c[2] = Words::exclusive_or(Words::exclusive_or(high_a, c[3]), Words::set(k1));
+    c[2] = Words::exclusive_or(high_a, c[3], Words::set(k1));
     c[3] = low_a;
     k0 += 0x9E3779B9;
     k1 += 0xBB67AE85;

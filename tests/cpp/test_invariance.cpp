@@ -76,6 +76,29 @@ TEST(Invariance, NumberOfThreads) {
   at::set_num_threads(before);
 }
 
+/// With few threads the splits of the keys add to the mask's gradient, with many it has a pass of
+/// its own.
+TEST(Invariance, GradientOfAMaskThatIsBroadcast) {
+  const int before = at::get_num_threads();
+  const std::vector<std::vector<int64_t>> shapes = {
+      {1, 1300}, {150, 1}, {4, 1, 1300}, {4, 150, 1300}, {2, 1, 150, 1300}};
+  for (const auto& shape : shapes) {
+    for (const bool grouped : {true, false}) {
+      Problem problem;
+      problem.mask = torch::randn(shape);
+      if (!grouped) {
+        problem.key = torch::randn({2, 4, 1300, 24});
+        problem.value = torch::randn({2, 4, 1300, 17});
+      }
+      at::set_num_threads(1);
+      const Results expected = problem.run();
+      at::set_num_threads(16);
+      EXPECT_TRUE(problem.run() == expected) << shape << (grouped ? " grouped" : "");
+    }
+  }
+  at::set_num_threads(before);
+}
+
 TEST(Invariance, RestOfTheBatch) {
   const Problem problem;
   const Results both = problem.run();

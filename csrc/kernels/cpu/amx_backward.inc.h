@@ -256,23 +256,11 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
       rows_finite_ &= pack_pairs_of_rows(grad_out[0], grad_out[1], p.value_dim,
                                          m_.grad_out_rows + g * value_columns_ * kTile);
     }
-    load_numbers([this](int r) { return dot_with_output(r); });
-  }
-
-  float dot_with_output(int r) const {
-    const BFloat16* grad = tile.stored_row<BFloat16>(params.grad_out, r);
-    const BFloat16* out = tile.stored_row<BFloat16>(params.out, r);
-    const BFloat16* rest = tile.stored_row<BFloat16>(params.out_rest, r);
-    const auto load = [](const BFloat16* x, __mmask16 lanes) __attribute__((always_inline)) {
-      const auto wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, x));
-      return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-    };
-    auto sum = S::zero();
-    for (int64_t d = 0; d < p.value_dim; d += kTileRows) {
-      const __mmask16 lanes = first_lanes(p.value_dim - d);
-      sum = S::fma(load(grad + d, lanes), load(out + d, lanes) + load(rest + d, lanes), sum);
-    }
-    return S::sum(sum);
+    load_numbers([this](int r) {
+      return dot_with_exact<float>(tile.stored_row<BFloat16>(params.grad_out, r),
+                                   tile.stored_row<BFloat16>(params.out, r),
+                                   tile.stored_row<BFloat16>(params.out_rest, r), p.value_dim);
+    });
   }
 
   void add_block(int64_t first_key, int count) {
@@ -384,9 +372,10 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
         }
       }
       scale = S::set(1.0f);
-      const ScoreRows<float, kCount, kRows> rows{p,     mask,   alibi,  first_key + offset,
-                                                 count, offset, vector, scores};
-      rows.modify(m_.caps + g * kSquare);
+      const ScoreRows<float, kCount, kRows> rows(p, mask, alibi, first_key + offset, offset, vector,
+                                                 TileState::kFull);
+      rows.cap(count, scores, m_.caps + g * kSquare);
+      rows.bias(count, scores);
     }
     const RowNumbers numbers[kCount] = {numbers_of(vector), numbers_of(vector + 1)};
     const auto with = [&](auto masked, auto drops) {
@@ -424,11 +413,9 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
             return Pairs{S::load(scores + x), S::load(grads + x)};
           });
     };
-    if (p.dropout.threshold == 0) {
-      partial ? with(Constant<1>{}, Constant<0>{}) : with(Constant<0>{}, Constant<0>{});
-    } else {
-      partial ? with(Constant<1>{}, Constant<1>{}) : with(Constant<0>{}, Constant<1>{});
-    }
+    with_constant(partial, [&](auto masked) {
+      with_constant(p.dropout.threshold != 0, [&](auto drops) { with(masked, drops); });
+    });
   }
 
   /// pairs_of(k, v) gives them by key and vector. Those after the last key are zeros.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/mask_gradient.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2), five products a tile:
@@ -84,17 +85,18 @@ inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b
   if (vectors == 1) columns(Constant<1>{}, Constant<S::kBroadcastRows>{}, d);
 }
 
-/// Rows of a dense [rows][from_row] to where a gradient has them.
-template <class T>
-inline void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t width, T* to,
+/// Rows of a dense [rows][from_row] to where a gradient has them, rounded if it is stored in 16
+/// bits.
+template <class T, class Stored>
+inline void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t width, Stored* to,
                        const Operand<T>& operand) {
   using S = Simd<T>;
   for (int64_t n = 0; n < rows; ++n, from += from_row, to += operand.row_stride) {
     int64_t d = 0;
     if (operand.column_stride == 1) {
-      for (; d + S::kWidth <= width; d += S::kWidth) S::store(to + d, S::load(from + d));
+      for (; d + S::kWidth <= width; d += S::kWidth) store_rounded<T>(to + d, S::load(from + d));
     }
-    for (; d < width; ++d) to[d * operand.column_stride] = from[d];
+    for (; d < width; ++d) to[d * operand.column_stride] = rounded<Stored>(from[d]);
   }
 }
 
@@ -116,7 +118,8 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   const bool need_key = params.grad_key.data != nullptr;
   const bool need_value = params.grad_value.data != nullptr;
 
-  const bool whole = p.softcap != T(0) || params.slope_gradient_of_rows != nullptr;
+  const bool whole = p.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
+                     params.grad_mask.data != nullptr;
   Work work(params, static_cast<T*>(scratch), whole);
   T* query_rows = work.end_of_scratch;                        // [rows][D], scaled
   T* grad_out_rows = query_rows + kRows * key_width;          // [rows][Dv]
@@ -139,8 +142,9 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
     const KeyRange range = work.keys_of_rows().intersection(keys);
     if (!range.empty()) {
       work.load_rows();
-      tile.pack(p.query, p.head_dim, p.scale, query_rows, key_width);
-      tile.pack(params.grad_out, p.value_dim, T(1), grad_out_rows, value_width);
+      tile.pack(p.query, p.head_dim, p.scale, query_rows, key_width, p.key_value_storage);
+      tile.pack(params.grad_out, p.value_dim, T(1), grad_out_rows, value_width,
+                p.key_value_storage);
     }
     Lazily rows_finite([&] {
       return all_finite<T>(query_rows, key_width, kRows, key_width) &&
@@ -154,6 +158,9 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       const TileState state = work.load_block(n, block);
       if (state == TileState::kEmpty) continue;
       const bool partial = state == TileState::kPartial;
+      if (params.grad_mask.data != nullptr) {
+        add_to_mask(work.ds_tile, tile, params.grad_mask, n, block);
+      }
       if (params.slope_gradient_of_rows != nullptr) {
         work.add_slope_gradient(n, block, slope_gradient);
       }
@@ -196,10 +203,10 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       }
 
       if (!need_query) continue;
-      const T* block_keys = tile.keys_of_head(p.key) + n * p.key.row_stride;
-      if (partial && !all_finite<T>(block_keys, p.key.row_stride, block, p.head_dim)) {
-        multiply_add_kept_keys<T, kVectors>(block, p.head_dim, block_keys, p.key.row_stride,
-                                            work.ds_tile, work.mask.bits, grad_query_t);
+      const Rows<T> key = spread_rows<T>(work.key, block, p.head_dim, work.key_rows);
+      if (partial && !all_finite<T>(key.first, key.stride, block, p.head_dim)) {
+        multiply_add_kept_keys<T, kVectors>(block, p.head_dim, key.first, key.stride, work.ds_tile,
+                                            work.mask.bits, grad_query_t);
       } else {
         for (int piece = 0; piece < Work::kPieces; ++piece) {
           const int r = piece * Work::kPiece;
@@ -207,9 +214,9 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
           if (seen.empty()) continue;
           work.with_vectors(r, [&](auto vectors) {
             multiply_add<T, vectors()>(p.head_dim, seen.end - seen.begin,
-                                       block_keys + seen.begin * p.key.row_stride, UnitStride{},
-                                       p.key.row_stride, work.ds_tile + seen.begin * kRows + r,
-                                       kRows, grad_query_t + r, kRows);
+                                       key.first + seen.begin * key.stride, UnitStride{},
+                                       key.stride, work.ds_tile + seen.begin * kRows + r, kRows,
+                                       grad_query_t + r, kRows);
           });
         }
       }
@@ -219,21 +226,20 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p, r)] = slope_gradient[r];
     }
     if (need_query && params.splits == 1) {
-      tile.unpack_transposed(grad_query_t, p.head_dim, scale_of_row, params.grad_query);
+      tile.unpack_transposed(grad_query_t, p.head_dim, scale_of_row, params.grad_query,
+                             p.key_value_storage);
     }
   }
 
-  if (need_key) {
-    write_rows(grad_key, key_width, keys.end - keys.begin, p.head_dim,
-               work.tile.keys_of_head(params.grad_key) + keys.begin * params.grad_key.row_stride,
-               params.grad_key);
-  }
-  if (need_value) {
-    write_rows(
-        grad_value, value_width, keys.end - keys.begin, p.value_dim,
-        work.tile.keys_of_head(params.grad_value) + keys.begin * params.grad_value.row_stride,
-        params.grad_value);
-  }
+  const auto write = [&](const T* from, int64_t from_row, int64_t width, const Operand<T>& to) {
+    with_stored<T>(p.key_value_storage, [&](auto stored) {
+      auto* head_rows = work.tile.template stored_keys_of_head<decltype(stored)>(to);
+      write_rows(from, from_row, keys.end - keys.begin, width,
+                 head_rows + keys.begin * to.row_stride, to);
+    });
+  };
+  if (need_key) write(grad_key, key_width, p.head_dim, params.grad_key);
+  if (need_value) write(grad_value, value_width, p.value_dim, params.grad_value);
 }
 
 /// sum = dQᵀ of tile `t` of a head, `size` numbers: the parts of all splits, added in order. Heads
@@ -268,7 +274,7 @@ inline void sum_splits(const BackwardParams<T>& params, int64_t first_head, int6
   add_splits(params, head, tiles, t, p.head_dim * kRows, sum);
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
-  tile.unpack_transposed(sum, p.head_dim, scale_of_row, params.grad_query);
+  tile.unpack_transposed(sum, p.head_dim, scale_of_row, params.grad_query, p.key_value_storage);
 }
 
 /// Calls f with the number of vectors in a tile of this problem.

@@ -226,6 +226,9 @@ inline void attention_backward_backward(const BackwardBackwardParams<T>& params,
           range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
       const TileState state = work.load_block(n, block);
       if (state == TileState::kEmpty) continue;
+      if (backward.grad_mask.data != nullptr) {
+        add_to_mask(work.ds_t_tile, tile, backward.grad_mask, n, block);
+      }
       if (backward.slope_gradient_of_rows != nullptr) {
         work.add_slope_gradient(n, block, slope_gradient);
       }
@@ -279,17 +282,16 @@ inline void sum_grad_query_t(const BackwardBackwardParams<T>& params, int64_t fi
 }
 
 template <class T>
-inline int64_t mask_gradient_t_scratch_bytes(const MaskGradientTangentParams<T>& params) {
-  return BackwardTangentTile<T>::scratch_numbers(params.second.backward.problem) *
+inline int64_t mask_gradient_t_scratch_bytes(const BackwardBackwardParams<T>& params) {
+  return BackwardTangentTile<T>::scratch_numbers(params.backward.problem) *
          static_cast<int64_t>(sizeof(T));
 }
 
 /// dmask' = dS', summed as dmask is.
 template <class T>
-inline void mask_gradient_t(const MaskGradientTangentParams<T>& params, int64_t unit,
-                            void* scratch) {
-  BackwardTangentTile<T> work(params.second, static_cast<T*>(scratch));
-  sum_over_mask(work.p, params.grad_mask, unit, work, work.ds_t_tile);
+inline void mask_gradient_t(const BackwardBackwardParams<T>& params, int64_t unit, void* scratch) {
+  BackwardTangentTile<T> work(params, static_cast<T*>(scratch));
+  sum_over_mask(work.p, params.backward.grad_mask, unit, work, work.ds_t_tile);
 }
 
 /// dsink' = - sum over i of W ∘ ((sink' - lse') ∘ delta + delta'), of one head as in head_gradient.

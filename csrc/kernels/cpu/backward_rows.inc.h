@@ -6,6 +6,7 @@
 #include "kernels/cpu/math.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
 
 // What becomes of the products S = scale · K Qᵀ and dP = V dOᵀ of a tile of rows in the backward,
 // whatever they are multiplied in. R is what dropout multiplies the weights with.
@@ -77,16 +78,29 @@ struct BackwardRows {
   template <int kCount>
   void softmax_backward(int64_t first_key, int offset, int keys, int first_vector, bool partial,
                         T* scores, T* grads, T* caps) const {
-    const ScoreRows<T, kCount, kRows> rows{p,    mask,   alibi,        first_key + offset,
-                                           keys, offset, first_vector, scores};
-    rows.modify(caps);
-    if (p.dropout.threshold == 0) {
-      partial ? to_gradients<kCount, true, false>(offset, keys, first_vector, scores, grads)
-              : to_gradients<kCount, false, false>(offset, keys, first_vector, scores, grads);
-    } else {
-      partial ? to_gradients<kCount, true, true>(offset, keys, first_vector, scores, grads)
-              : to_gradients<kCount, false, true>(offset, keys, first_vector, scores, grads);
-    }
+    const ScoreRows<T, kCount, kRows> rows(p, mask, alibi, first_key + offset, offset, first_vector,
+                                           TileState::kFull);
+    rows.cap(keys, scores, caps);
+    const auto weigh = [&](auto masked, auto drops, auto biased) {
+      for (int v = 0; v < kCount; ++v) {
+        const RowNumbers numbers = numbers_of(first_vector + v);
+        for (int k = 0; k < keys; ++k) {
+          T* s = scores + k * kRows + v * S::kWidth;
+          T* g = grads + k * kRows + v * S::kWidth;
+          auto score = S::load(s);
+          if constexpr (biased() != 0) score = rows.biased(k, v, score);
+          const auto pair = gradients_of<masked() != 0, drops() != 0>(
+              offset + k, first_vector + v, numbers, score - numbers.lse, S::load(g));
+          S::store(s, pair.weight);
+          S::store(g, pair.gradient);
+        }
+      }
+    };
+    with_constant(partial, [&](auto masked) {
+      with_constant(p.dropout.threshold != 0, [&](auto drops) {
+        with_constant(rows.is_biased(), [&](auto biased) { weigh(masked, drops, biased); });
+      });
+    });
   }
 
   /// What a vector of rows subtracts.
@@ -159,21 +173,6 @@ struct BackwardRows {
  private:
   typename S::Mask kept(int k, int v) const {
     return S::bit_of_bytes(mask.bits + k / 8 * kRows + v * S::kWidth, k % 8);
-  }
-
-  template <int kCount, bool kMasked, bool kDropout>
-  void to_gradients(int offset, int keys, int first_vector, T* scores, T* grads) const {
-    for (int v = 0; v < kCount; ++v) {
-      const RowNumbers numbers = numbers_of(first_vector + v);
-      for (int k = 0; k < keys; ++k) {
-        T* s = scores + k * kRows + v * S::kWidth;
-        T* g = grads + k * kRows + v * S::kWidth;
-        const auto pair = gradients_of<kMasked, kDropout>(offset + k, first_vector + v, numbers,
-                                                          S::load(s) - numbers.lse, S::load(g));
-        S::store(s, pair.weight);
-        S::store(g, pair.gradient);
-      }
-    }
   }
 };
 

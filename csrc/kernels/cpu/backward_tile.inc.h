@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/backward_rows.inc.h"
+#include "kernels/cpu/spread_rows.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 
 // P and dS of one tile of rows and one block of keys, recomputed from lse: the common part of the
@@ -42,13 +43,18 @@ struct BackwardTile : BackwardRows<T, kVectors> {
   T* p_tile;      // [keys][rows], R ∘ P
   T* ds_tile;     // [keys][rows]
   T* cap_tile;    // [keys][rows], the derivative of the softcap
+  T* key_rows;    // [keys][D], converted or spread
+  T* value_rows;  // [keys][Dv], likewise
+  Rows<T> key;    // of the block, after load_block
   T* end_of_scratch;
   bool whole;              // nothing is left out: all of P and dS is written
   KeyRange keys[kPieces];  // of the block, that the pieces have taken
 
   static int64_t scratch_numbers(const Problem<T>& p) {
     const int64_t tiles = p.softcap != T(0) ? 4 : 3;
-    return (p.head_dim + p.value_dim + tiles * kBackwardBlockKeys + kBackwardBlockKeys / 8) * kRows;
+    return (p.head_dim + p.value_dim + tiles * kBackwardBlockKeys + kBackwardBlockKeys / 8) *
+               kRows +
+           kBackwardBlockKeys * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
   }
 
   BackwardTile(const BackwardParams<T>& backward, T* scratch, bool whole_tile = true)
@@ -59,17 +65,25 @@ struct BackwardTile : BackwardRows<T, kVectors> {
     ds_tile = p_tile + kBackwardBlockKeys * kRows;
     mask.bias = ds_tile + kBackwardBlockKeys * kRows;
     cap_tile = mask.bias + kBackwardBlockKeys * kRows;
-    T* end_of_tiles = p.softcap != T(0) ? cap_tile + kBackwardBlockKeys * kRows : cap_tile;
+    key_rows = p.softcap != T(0) ? cap_tile + kBackwardBlockKeys * kRows : cap_tile;
+    value_rows = key_rows + kBackwardBlockKeys * spread_row<T>(p.head_dim);
+    T* end_of_tiles = value_rows + kBackwardBlockKeys * spread_row<T>(p.value_dim);
     mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
     stays = mask.bits + kBackwardBlockKeys / 8 * kRows;
     end_of_scratch = scratch + scratch_numbers(p);
   }
 
   void load_rows() {
-    tile.pack_transposed(p.query, p.head_dim, p.scale, query_t);
-    tile.pack_transposed(params.grad_out, p.value_dim, T(1), grad_out_t);
-    Base::load_numbers([&](int r) {
-      return dot<T>(tile.row(params.grad_out, r), tile.row(params.out, r), p.value_dim);
+    const Storage storage = p.key_value_storage;
+    tile.pack_transposed(p.query, p.head_dim, p.scale, query_t, storage);
+    tile.pack_transposed(params.grad_out, p.value_dim, T(1), grad_out_t, storage);
+    with_stored<T>(storage, [&](auto stored) {
+      using Stored = decltype(stored);
+      Base::load_numbers([&](int r) {
+        return dot_with_exact<T>(tile.template stored_row<Stored>(params.grad_out, r),
+                                 tile.template stored_row<Stored>(params.out, r),
+                                 tile.template stored_row<Stored>(params.out_rest, r), p.value_dim);
+      });
     });
   }
 
@@ -78,12 +92,17 @@ struct BackwardTile : BackwardRows<T, kVectors> {
     const TileState state = Base::load_pairs(first_key, count);
     if (state == TileState::kEmpty) return state;
     const bool partial = state == TileState::kPartial;
+    const auto rows_of = [&](const Operand<const T>& x, int64_t width, T* to) {
+      return rows_of_block(tile, x, p.key_value_storage, first_key, count, width, to);
+    };
+    key = rows_of(p.key, p.head_dim, key_rows);
+    const Rows<T> value = rows_of(p.value, p.value_dim, value_rows);
     for (int piece = 0; piece < kPieces; ++piece) {
       const int first_row = piece * kPiece;
       keys[piece] = keys_of_piece(first_row, first_key, count, partial);
       if (keys[piece].empty()) continue;
       with_vectors(first_row, [&](auto vectors) {
-        load_piece<vectors()>(first_row, first_key, keys[piece], partial);
+        load_piece<vectors()>(first_row, first_key, value, keys[piece], partial);
       });
     }
     return state;
@@ -126,14 +145,13 @@ struct BackwardTile : BackwardRows<T, kVectors> {
   }
 
   template <int kCount>
-  void load_piece(int first_row, int64_t first_key, KeyRange range, bool partial) {
-    const int64_t key = first_key + range.begin;
+  void load_piece(int first_row, int64_t first_key, Rows<T> value, KeyRange range, bool partial) {
     const int count = static_cast<int>(range.end - range.begin);
     const int64_t first = range.begin * kRows + first_row;
-    product<kCount>(count, p.head_dim, tile.keys_of_head(p.key) + key * p.key.row_stride,
-                    p.key.row_stride, query_t + first_row, p_tile + first);
-    product<kCount>(count, p.value_dim, tile.keys_of_head(p.value) + key * p.value.row_stride,
-                    p.value.row_stride, grad_out_t + first_row, ds_tile + first);
+    product<kCount>(count, p.head_dim, key.first + range.begin * key.stride, key.stride,
+                    query_t + first_row, p_tile + first);
+    product<kCount>(count, p.value_dim, value.first + range.begin * value.stride, value.stride,
+                    grad_out_t + first_row, ds_tile + first);
     Base::template softmax_backward<kCount>(first_key, static_cast<int>(range.begin), count,
                                             first_row / S::kWidth, partial, p_tile + first,
                                             ds_tile + first, cap_tile + first);

@@ -27,33 +27,22 @@ inline void load_dropout(const Dropout& dropout, const RowTile<kRows>& tile, int
       Words::Vector words[4] = {Words::set(static_cast<uint32_t>((first_key + k) / 8)),
                                 Words::load(query), Words::load(head), Words::set(0)};
       philox<Words>(words, key);
-      uint32_t bits[kLanes] = {};
-      for (int w = 0; w < 4; ++w) {
-        uint32_t word[kLanes];
-        Words::store(word, words[w]);
-        for (int l = 0; l < kLanes; ++l) {
-          bits[l] |= static_cast<uint32_t>((word[l] & 0xffff) >= dropout.threshold) << (2 * w);
-          bits[l] |= static_cast<uint32_t>((word[l] >> 16) >= dropout.threshold) << (2 * w + 1);
-        }
-      }
+      uint8_t bytes[kLanes];
+      Words::halves_at_least(words, dropout.threshold, bytes);
       uint8_t* to = stays + k / 8 * kRows + first_row;
-      for (int l = 0; l < lanes; ++l) to[l] = static_cast<uint8_t>(bits[l]);
+      for (int l = 0; l < lanes; ++l) to[l] = bytes[l];
     }
   }
 }
 
-/// weights[k][r] = 0 where it is dropped, for kVectors vectors of the tile's kRows rows. What stays
-/// is not scaled up.
-template <class T, int kVectors, int kRows = kVectors* Simd<T>::kWidth>
-inline void drop(const uint8_t* stays, int keys, T* weights) {
+/// Weights of key k and vector v of the tile's kRows rows, 0 where they are dropped. What stays is
+/// not scaled up.
+template <class T, int kRows>
+QKV_INLINE typename Simd<T>::Number undropped(const uint8_t* stays, int64_t k, int v,
+                                              typename Simd<T>::Number weight) {
   using S = Simd<T>;
-  for (int k = 0; k < keys; ++k) {
-    for (int v = 0; v < kVectors; ++v) {
-      T* w = weights + k * kRows + v * S::kWidth;
-      const auto stays_k = S::bit_of_bytes(stays + k / 8 * kRows + v * S::kWidth, k % 8);
-      S::store(w, S::select(stays_k, S::load(w), S::zero()));
-    }
-  }
+  const auto stays_k = S::bit_of_bytes(stays + k / 8 * kRows + v * S::kWidth, k % 8);
+  return S::select(stays_k, weight, S::zero());
 }
 
 }  // namespace qkv::kernels::QKV_ISA

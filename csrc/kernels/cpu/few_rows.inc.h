@@ -176,26 +176,30 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     products_of_few_rows<T, Stored, kRows>(
         block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, query_row, scores,
         NextRows<Stored>{block_values, p.value.row_stride, p.value_dim, block});
-    const ScoreRows<T, 1, S::kWidth> block_scores{p, mask, alibi, n, block, 0, 0, scores};
-    typename S::Number block_max[1];
-    block_scores.modify();
-    block_scores.keep(state, block_max);
+    const ScoreRows<T, 1, S::kWidth> block_scores(p, mask, alibi, n, 0, 0, state);
+    block_scores.cap(block, scores);
+    auto block_max = Math::minus_infinity();
+    for (int k = 0; k < block; ++k) {
+      T* s = scores + k * S::kWidth;
+      const auto score = block_scores.biased_and_kept(k, 0, S::load(s));
+      block_max = S::maximum(block_max, score);
+      S::store(s, score);
+    }
 
-    if (S::any_greater(block_max[0], softmax.max)) {
+    if (S::any_greater(block_max, softmax.max)) {
       alignas(64) T correction[S::kWidth];
-      S::store(correction, softmax.raise_max(block_max[0]));
+      S::store(correction, softmax.raise_max(block_max));
       for (int r = 0; r < kRows; ++r) {
         for (int64_t d = 0; d < out_row; ++d) out[r * out_row + d] *= correction[r];
       }
     }
     const auto shift = softmax.shift();
+    const bool drops = p.dropout.threshold != 0;
+    if (drops) load_dropout<S::kWidth>(p.dropout, tile, n, block, stays);
     for (int k = 0; k < block; ++k) {
       T* s = scores + k * S::kWidth;
-      S::store(s, softmax.weight(S::load(s), shift));
-    }
-    if (p.dropout.threshold != 0) {
-      load_dropout<S::kWidth>(p.dropout, tile, n, block, stays);
-      drop<T, 1>(stays, block, scores);
+      const auto weight = softmax.weight(S::load(s), shift);
+      S::store(s, drops ? undropped<T, S::kWidth>(stays, k, 0, weight) : weight);
     }
     if (state == TileState::kPartial &&
         !all_finite<T>(block_values, p.value.row_stride, block, p.value_dim)) {

@@ -2,6 +2,7 @@
 
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
+#include "kernels/cpu/spread_rows.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 
 // The products of a forward tile in the numbers that the query is stored in. K and V are read where
@@ -32,8 +33,8 @@ class ForwardSource {
 
   static int64_t scratch_bytes(const Problem<T>& p) {
     const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-    const int64_t block = p.key_value_storage == Storage::kSame ? 0 : kForwardBlockKeys * widest;
-    return (p.head_dim * kRows + block) * static_cast<int64_t>(sizeof(T));
+    const int64_t numbers = p.head_dim * kRows + kForwardBlockKeys * spread_row<T>(widest);
+    return numbers * static_cast<int64_t>(sizeof(T));
   }
 
   ForwardSource(const ForwardParams<T>& params, const RowTile<kRows>& tile, void* scratch)
@@ -46,7 +47,7 @@ class ForwardSource {
 
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) const {
-    const Rows k = rows_of(p_.key, first_key, keys, p_.head_dim);
+    const Rows<T> k = rows_of(p_.key, first_key, keys, p_.head_dim);
     multiply<T, kVectors>(keys, p_.head_dim, k.first, k.stride, UnitStride{}, query_t_ + first_row,
                           kRows, finish);
   }
@@ -55,7 +56,8 @@ class ForwardSource {
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int, const T* weights, const uint8_t* bits,
                   T* out_t) const {
-    const Rows v = rows_of(p_.value, first_key, keys, p_.value_dim);
+    const Rows<T> v = spread_rows<T>(rows_of(p_.value, first_key, keys, p_.value_dim), keys,
+                                     p_.value_dim, block_);
     if (bits != nullptr && !all_finite<T>(v.first, v.stride, keys, p_.value_dim)) {
       multiply_add_kept_keys<T, kVectors, kRows>(keys, p_.value_dim, v.first, v.stride, weights,
                                                  bits, out_t);
@@ -69,40 +71,14 @@ class ForwardSource {
   void finish_values() const {}
 
  private:
-  struct Rows {
-    const T* first;
-    int64_t stride;
-  };
-
-  Rows rows_of(const Operand<const T>& x, int64_t first_key, int keys, int64_t width) const {
-    if constexpr (sizeof(T) == 4) {
-      if (p_.key_value_storage == Storage::kBFloat16) {
-        return converted<BFloat16>(x, first_key, keys, width);
-      }
-      if (p_.key_value_storage == Storage::kFloat16) {
-        return converted<Float16>(x, first_key, keys, width);
-      }
-    }
-    return {tile_.keys_of_head(x) + first_key * x.row_stride, x.row_stride};
-  }
-
-  template <class Stored>
-  Rows converted(const Operand<const T>& x, int64_t first_key, int keys, int64_t width) const {
-    using S = Simd<T>;
-    const Stored* from = tile_.template stored_keys_of_head<Stored>(x) + first_key * x.row_stride;
-    for (int k = 0; k < keys; ++k, from += x.row_stride) {
-      T* to = block_ + k * width;
-      int64_t d = 0;
-      for (; d + S::kWidth <= width; d += S::kWidth) S::store(to + d, load_stored<T>(from + d));
-      for (; d < width; ++d) to[d] = static_cast<T>(from[d]);
-    }
-    return {block_, width};
+  Rows<T> rows_of(const Operand<const T>& x, int64_t first_key, int keys, int64_t width) const {
+    return rows_of_block(tile_, x, p_.key_value_storage, first_key, keys, width, block_);
   }
 
   const Problem<T>& p_;
   const RowTile<kRows>& tile_;
   T* query_t_;  // [D][rows], scale folded in
-  T* block_;    // of keys or values, converted
+  T* block_;    // of keys or values, converted or spread
 };
 
 }  // namespace qkv::kernels::QKV_ISA

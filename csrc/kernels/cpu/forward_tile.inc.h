@@ -8,6 +8,7 @@
 #include "kernels/cpu/output_rows.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
 #include "kernels/online_softmax.h"
 
 // Forward attention for one tile of query rows (FlashAttention-2, arXiv:2307.08691, algorithm 1).
@@ -20,9 +21,9 @@
 //
 //              rows (lanes) ->                         for each block of kForwardBlockKeys keys:
 //     Qᵀ   D  [ ................ ]                      S = scale · K · Qᵀ      [keys][rows]
-//     S  keys [ ................ ]  one block           softcap, mask, ALiBi    in place
+//     S  keys [ ................ ]  one block           softcap, mask, ALiBi
 //                                                       P = exp(S - max)        in place
-//                                                       dropout                 in place
+//                                                       dropout
 //     Oᵀ  Dv  [ ................ ]                      Oᵀ += Vᵀ · P            [Dv][rows]
 //
 // Q, K, V and both products are the Source's: forward_source.inc.h, bfloat16_source.inc.h,
@@ -76,7 +77,7 @@ class ForwardTile {
         stays_(mask_.bits + kForwardBlockKeys / 8 * kRows),
         source_(params, tile, mask_.bits + kBitBytes) {
     alibi_.load(p_, tile);
-    changes_scores_ = p_.softcap != T(0) || mask_.has_bias(p_) || p_.alibi_slopes.data != nullptr;
+    drops_ = p_.dropout.threshold != 0;
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
     set_to_zero(out_t_, Source::out_rows(p_) * kRows);
     for (auto& s : softmax_) s.clear();
@@ -145,9 +146,7 @@ class ForwardTile {
   void add_block(int64_t first_key, int keys) {
     const TileState state = mask_.load(p_, tile_, first_key, keys);
     if (state == TileState::kEmpty) return;
-    if (p_.dropout.threshold != 0) {
-      load_dropout<kRows>(p_.dropout, tile_, first_key, keys, stays_);
-    }
+    if (drops_) load_dropout<kRows>(p_.dropout, tile_, first_key, keys, stays_);
     // Neighbouring pieces seen by the same vectors go together.
     for (int begin = 0, end; begin < keys; begin = end) {
       end = state == TileState::kFull ? keys : begin + kEdgeKeys;
@@ -200,24 +199,33 @@ class ForwardTile {
   template <int kVectors>
   void add_keys(int64_t first_key, int keys, int offset, int first_vector, TileState state) {
     const int first_row = first_vector * S::kWidth;
+    const int64_t first_bits = offset / 8 * kRows + first_row;
     T* weights = scores_ + first_row;
-    if (state == TileState::kPartial || changes_scores_ ||
-        !weigh_in_registers<kVectors>(first_key, keys, first_vector, weights)) {
-      weigh<kVectors>(first_key, keys, offset, first_vector, state, weights);
+    const Scores<kVectors> scores(p_, mask_, alibi_, first_key, offset, first_vector, state);
+    const uint8_t* stays = drops_ ? stays_ + first_bits : nullptr;
+    bool weighed = false;
+    if (p_.softcap == T(0)) {
+      with_constant(scores.changes() || drops_, [&](auto changes) {
+        weighed = weigh_in_registers<kVectors, changes() != 0>(first_key, keys, first_vector,
+                                                               scores, stays, weights);
+      });
     }
-    if (p_.dropout.threshold != 0) {
-      drop<T, kVectors, kRows>(stays_ + offset / 8 * kRows + first_row, keys, weights);
-    }
-    const uint8_t* bits = mask_.bits + offset / 8 * kRows + first_row;
+    if (!weighed) weigh<kVectors>(first_key, keys, first_vector, scores, stays, weights);
+    const uint8_t* bits = mask_.bits + first_bits;
     source_.template add_values<kVectors>(first_key, keys, first_row, weights,
                                           state == TileState::kPartial ? bits : nullptr,
                                           out_t_ + first_row);
   }
 
-  /// P = exp(S - max) where S leaves the registers of the product, under the maxima of the keys
-  /// before. False, and nothing done, if a row has none yet or one that is too small now.
   template <int kVectors>
-  bool weigh_in_registers(int64_t first_key, int keys, int first_vector, T* weights) {
+  using Scores = ScoreRows<T, kVectors, kRows>;
+
+  /// P = exp(S - max) where S leaves the registers of the product, under the maxima of the keys
+  /// before. False, and nothing done, if a row has none yet or one that is too small now. If not
+  /// kChanges, `scores` changes nothing and no weight is dropped.
+  template <int kVectors, bool kChanges>
+  bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
+                          const Scores<kVectors>& scores, const uint8_t* stays, T* weights) {
     const auto lowest = S::set(-Limits<T>::kLargest);
     Number shift[kVectors], sum[kVectors], block_max[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -230,9 +238,11 @@ class ForwardTile {
     source_.template scores<kVectors>(
         first_key, keys,
         first_vector * S::kWidth, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
+          if constexpr (kChanges) x = scores.biased_and_kept(k, v, x);
           block_max[v] = S::maximum(block_max[v], x);
-          const auto weight = Math::exp(x - shift[v]);
+          auto weight = Math::exp(x - shift[v]);
           sum[v] = sum[v] + weight;
+          if (kChanges && stays != nullptr) weight = undropped<T, kRows>(stays, k, v, weight);
           S::store(weights + k * kRows + v * S::kWidth, weight);
         });
     for (int v = 0; v < kVectors; ++v) {
@@ -242,10 +252,10 @@ class ForwardTile {
     return true;
   }
 
-  /// The same in two passes: first S and its maxima, then P.
+  /// The same in passes of their own: S, its maxima, P.
   template <int kVectors>
-  void weigh(int64_t first_key, int keys, int offset, int first_vector, TileState state,
-             T* weights) {
+  void weigh(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
+             const uint8_t* stays, T* weights) {
     Number block_max[kVectors];
     for (auto& m : block_max) m = Math::minus_infinity();
     source_.template scores<kVectors>(
@@ -254,11 +264,17 @@ class ForwardTile {
           S::store(weights + k * kRows + v * S::kWidth, x);
           block_max[v] = S::maximum(block_max[v], x);
         });
-    if (changes_scores_ || state == TileState::kPartial) {
-      const ScoreRows<T, kVectors, kRows> rows{p_,   mask_,  alibi_,       first_key,
-                                               keys, offset, first_vector, weights};
-      rows.modify();
-      rows.keep(state, block_max);
+    if (scores.changes()) {
+      scores.cap(keys, weights);
+      for (auto& m : block_max) m = Math::minus_infinity();
+      for (int k = 0; k < keys; ++k) {
+        for (int v = 0; v < kVectors; ++v) {
+          T* s = weights + k * kRows + v * S::kWidth;
+          const auto score = scores.biased_and_kept(k, v, S::load(s));
+          block_max[v] = S::maximum(block_max[v], score);
+          S::store(s, score);
+        }
+      }
     }
     raise_max<kVectors>(block_max, first_vector);
     Number shift[kVectors];
@@ -266,7 +282,8 @@ class ForwardTile {
     for (int k = 0; k < keys; ++k) {
       for (int v = 0; v < kVectors; ++v) {
         T* w = weights + k * kRows + v * S::kWidth;
-        S::store(w, softmax_[first_vector + v].weight(S::load(w), shift[v]));
+        const auto weight = softmax_[first_vector + v].weight(S::load(w), shift[v]);
+        S::store(w, stays == nullptr ? weight : undropped<T, kRows>(stays, k, v, weight));
       }
     }
   }
@@ -305,7 +322,7 @@ class ForwardTile {
   OnlineSoftmax<Math> softmax_[kForwardVectors];
   Source source_;
   int vectors_;  // that have rows
-  bool changes_scores_;
+  bool drops_;
 };
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -30,17 +30,22 @@ struct HeadRows {
     return x.data[batch.offset(x.batch_stride) + head * x.head_stride];
   }
 
-  const T* row(const Operand<const T>& x, int64_t i) const {
-    return x.data + batch.offset(x.batch_stride) + head * x.head_stride + i * x.row_stride;
+  template <class Stored = T>
+  const Stored* row(const Operand<const T>& x, int64_t i) const {
+    return reinterpret_cast<const Stored*>(x.data) + batch.offset(x.batch_stride) +
+           head * x.head_stride + i * x.row_stride;
   }
 
   /// <grad_i, out_i>. An output of zeros is that of a row without keys, whose incoming gradient may
   /// be NaN.
-  T dot_with_output(const Operand<const T>& grad, const Operand<const T>& out, int64_t i) const {
-    const T* out_i = row(out, i);
+  template <class Stored = T>
+  T dot_with_output(const Operand<const T>& grad, const Operand<const T>& out, int64_t i,
+                    const Operand<const T>& rest = {}) const {
+    const Stored* out_i = row<Stored>(out, i);
     bool all_zero = true;
-    for (int64_t d = 0; d < width; ++d) all_zero &= out_i[d] == T(0);
-    return all_zero ? T(0) : dot<T>(row(grad, i), out_i, width);
+    for (int64_t d = 0; d < width; ++d) all_zero &= static_cast<T>(out_i[d]) == T(0);
+    if (all_zero) return T(0);
+    return dot_with_exact<T>(row<Stored>(grad, i), out_i, row<Stored>(rest, i), width);
   }
 };
 
@@ -65,7 +70,11 @@ inline void head_gradient(const HeadGradientParams<T>& params, int64_t unit) {
     for (int64_t i = 0; i < p.queries; ++i) {
       const T lse = backward.lse[first_scalar + i];
       if (lse == -static_cast<T>(__builtin_inff())) continue;
-      T delta = rows.dot_with_output(backward.grad_out, backward.out, i);
+      T delta{};
+      with_stored<T>(p.key_value_storage, [&](auto stored) {
+        delta = rows.template dot_with_output<decltype(stored)>(backward.grad_out, backward.out, i,
+                                                                backward.out_rest);
+      });
       if (backward.grad_lse != nullptr) delta -= backward.grad_lse[first_scalar + i];
       const T weight = sink_weight(sink, lse, backward.lse_rest[first_scalar + i]);
       sum -= static_cast<double>(weight) * static_cast<double>(delta);

@@ -39,8 +39,8 @@ struct BackwardKernelsOf16Bits : BackwardKernels<float> {
 template <class T>
 struct CpuKernels : ForwardKernels<T>, BackwardKernels<T> {
   int64_t (*mask_gradient_units)(const Problem<T>&, const Operand<T>& grad_mask);
-  int64_t (*mask_gradient_scratch_bytes)(const MaskGradientParams<T>&);
-  void (*mask_gradient)(const MaskGradientParams<T>&, int64_t unit, void* scratch);
+  int64_t (*mask_gradient_scratch_bytes)(const BackwardParams<T>&);
+  void (*mask_gradient)(const BackwardParams<T>&, int64_t unit, void* scratch);
 
   void (*head_gradient)(const HeadGradientParams<T>&, int64_t unit);
 
@@ -54,8 +54,8 @@ struct CpuKernels : ForwardKernels<T>, BackwardKernels<T> {
                             void* scratch);
   void (*sum_grad_query_t)(const BackwardBackwardParams<T>&, int64_t first_head, int64_t unit,
                            void* scratch);
-  int64_t (*mask_gradient_t_scratch_bytes)(const MaskGradientTangentParams<T>&);
-  void (*mask_gradient_t)(const MaskGradientTangentParams<T>&, int64_t unit, void* scratch);
+  int64_t (*mask_gradient_t_scratch_bytes)(const BackwardBackwardParams<T>&);
+  void (*mask_gradient_t)(const BackwardBackwardParams<T>&, int64_t unit, void* scratch);
   void (*sink_gradient_t)(const BackwardBackwardParams<T>&, double* grad_sinks, int64_t unit);
 };
 

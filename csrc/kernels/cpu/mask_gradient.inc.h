@@ -1,11 +1,14 @@
 #pragma once
 
 #include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/transpose.inc.h"
 #include "kernels/mask_broadcast.h"
 
 // The gradient of an additive mask is dS itself, summed over the dimensions in which the mask is
-// broadcast. This second pass over the scores (two products more) owns elements of the gradient
-// rather than keys, so that it needs no memory but the gradient, whatever is broadcast:
+// broadcast. The backward's splits add it where that keeps enough of them apart (cpu/gradients.h),
+// with the same bits. Else this second pass over the scores (two products more) owns elements of
+// the gradient rather than keys, so that it needs no memory but the gradient, whatever is
+// broadcast:
 //
 //     grad_mask (b, h, i, j) += dS (b', h', i', j')  for all (b', h', i', j') that read element
 //                                                    (b, h, i, j) of the mask, in a fixed order
@@ -46,6 +49,35 @@ inline int64_t mask_gradient_units(const Problem<T>& problem, const Operand<T>& 
   return MaskGradientUnits::of(problem, grad_mask).count();
 }
 
+/// mask (row r, key first_key + k) += values[k][r]. Each element takes the rows that it is
+/// broadcast to in their order.
+template <class T, int kRows>
+inline void add_to_mask(const T* values, const RowTile<kRows>& tile, const Operand<T>& mask,
+                        int64_t first_key, int keys) {
+  using S = Simd<T>;
+  constexpr int kWidth = S::kWidth;
+  const int whole = mask.column_stride == 1 ? keys / kWidth * kWidth : 0;
+  const int whole_rows = tile.rows / kWidth * kWidth;
+  const auto add_number = [&](int r, int k) {
+    tile.row(mask, r)[(first_key + k) * mask.column_stride] += values[k * kRows + r];
+  };
+  for (int r = 0; r < whole_rows; r += kWidth) {
+    T* rows[kWidth];
+    for (int l = 0; l < kWidth; ++l) rows[l] = tile.row(mask, r + l) + first_key;
+    for (int k = 0; k < whole; k += kWidth) {
+      typename S::Number square[kWidth];
+#pragma GCC unroll 16
+      for (int c = 0; c < kWidth; ++c) square[c] = S::load(values + (k + c) * kRows + r);
+      transpose<T>(square);
+#pragma GCC unroll 16
+      for (int l = 0; l < kWidth; ++l) S::store(rows[l] + k, S::load(rows[l] + k) + square[l]);
+    }
+  }
+  for (int r = 0; r < tile.rows; ++r) {
+    for (int k = r < whole_rows ? whole : 0; k < keys; ++k) add_number(r, k);
+  }
+}
+
 /// Sums of `values`, [keys][rows], which work.load_block computes for each of its tiles.
 template <class T, class Work>
 inline void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t unit, Work& work,
@@ -81,12 +113,7 @@ inline void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t u
           const int block = range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n)
                                                                : kBackwardBlockKeys;
           if (work.load_block(n, block) == TileState::kEmpty) continue;
-          for (int r = 0; r < work.tile.rows; ++r) {
-            T* grad = work.tile.row(mask, r) + n * mask.column_stride;
-            for (int k = 0; k < block; ++k) {
-              grad[k * mask.column_stride] += values[k * kRows + r];
-            }
-          }
+          add_to_mask(values, work.tile, mask, n, block);
         }
       }
     }
@@ -94,14 +121,14 @@ inline void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t u
 }
 
 template <class T>
-inline int64_t mask_gradient_scratch_bytes(const MaskGradientParams<T>& params) {
-  return BackwardTile<T, kBackwardVectors>::scratch_numbers(params.backward.problem) *
+inline int64_t mask_gradient_scratch_bytes(const BackwardParams<T>& params) {
+  return BackwardTile<T, kBackwardVectors>::scratch_numbers(params.problem) *
          static_cast<int64_t>(sizeof(T));
 }
 
 template <class T>
-inline void mask_gradient(const MaskGradientParams<T>& params, int64_t unit, void* scratch) {
-  BackwardTile<T, kBackwardVectors> work(params.backward, static_cast<T*>(scratch));
+inline void mask_gradient(const BackwardParams<T>& params, int64_t unit, void* scratch) {
+  BackwardTile<T, kBackwardVectors> work(params, static_cast<T*>(scratch));
   sum_over_mask(work.p, params.grad_mask, unit, work, work.ds_tile);
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/half.h"
+#include "kernels/params.h"
 
 // The mathematics of a softmax on vectors, and the Math of OnlineSoftmax.
 
@@ -113,6 +114,30 @@ QKV_INLINE void store_rounded(Float16* to, typename Simd<T>::Number x) {
   Simd<T>::store_float16(&to->bits, x);
 }
 
+/// Calls f with a number (0) of the type that numbers are stored in.
+template <class T, class F>
+QKV_INLINE void with_stored(Storage storage, F f) {
+  if constexpr (sizeof(T) == 4) {
+    if (storage == Storage::kBFloat16) return f(BFloat16{});
+    if (storage == Storage::kFloat16) return f(Float16{});
+  }
+  f(T(0));
+}
+
+/// Nothing is lost if a number is stored as it is.
+template <class T>
+QKV_INLINE void store_rounded(T* to, typename Simd<T>::Number x) {
+  Simd<T>::store(to, x);
+}
+template <class Stored, class T>
+QKV_INLINE Stored rounded(T x) {
+  if constexpr (sizeof(Stored) == 2) {
+    return Stored::rounded(x);
+  } else {
+    return x;
+  }
+}
+
 /// The same for every pair of types.
 template <class T, class Stored>
 QKV_INLINE typename Simd<T>::Number load_converted(const Stored* x) {
@@ -173,6 +198,27 @@ inline T dot(const T* a, const T* b, int64_t size) {
   T total = S::sum(sum);
   for (; i < size; ++i) total += a[i] * b[i];
   return total;
+}
+
+/// <grad, out>, as exact as `out` was before it was rounded to 16 bits, which took `rest` from it.
+template <class T, class Stored>
+inline T dot_with_exact(const Stored* grad, const Stored* out, const Stored* rest, int64_t width) {
+  if constexpr (sizeof(Stored) == sizeof(T)) {
+    return dot<T>(grad, out, width);
+  } else {
+    using S = Simd<T>;
+    auto sum = S::zero();
+    int64_t d = 0;
+    for (; d + S::kWidth <= width; d += S::kWidth) {
+      const auto exact = load_stored<T>(out + d) + load_stored<T>(rest + d);
+      sum = S::fma(load_stored<T>(grad + d), exact, sum);
+    }
+    T total = S::sum(sum);
+    for (; d < width; ++d) {
+      total += static_cast<T>(grad[d]) * (static_cast<T>(out[d]) + static_cast<T>(rest[d]));
+    }
+    return total;
+  }
 }
 
 }  // namespace qkv::kernels::QKV_ISA

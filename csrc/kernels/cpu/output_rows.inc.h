@@ -42,7 +42,7 @@ class OutputRows {
       const int rows = tile_.rows - r < S::kWidth ? tile_.rows - r : S::kWidth;
       for (int64_t d = 0; d < width; d += kColumns) {
         const int64_t columns = width - d < kColumns ? width - d : kColumns;
-        transpose_columns<T>(from + d * kRows + r, kRows, columns, S::load(scale + r), to);
+        transpose_columns<T, T>(from + d * kRows + r, kRows, columns, S::load(scale + r), to);
         for (int l = 0; l < rows; ++l) write(r + l, d, columns, lines[l]);
       }
     }

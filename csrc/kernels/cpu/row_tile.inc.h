@@ -125,49 +125,66 @@ struct RowTile {
 
   /// to[d][r] = scale · x[r][d], 0 for the lanes without a row.
   template <class T>
-  void pack_transposed(const Operand<const T>& x, int64_t width, T scale, T* to) const {
+  void pack_transposed(const Operand<const T>& x, int64_t width, T scale, T* to,
+                       Storage storage = Storage::kSame) const {
     constexpr int kWidth = Simd<T>::kWidth;
-    for (int r = 0; r < kRows; r += kWidth) {
-      const T* from[kWidth];
-      for (int l = 0; l < kWidth; ++l) from[l] = r + l < rows ? row(x, r + l) : nullptr;
-      transpose_rows<T>(from, width, scale, to + r, kRows);
-    }
+    with_stored<T>(storage, [&](auto stored) {
+      using Stored = decltype(stored);
+      for (int r = 0; r < kRows; r += kWidth) {
+        const Stored* from[kWidth];
+        for (int l = 0; l < kWidth; ++l) {
+          from[l] = r + l < rows ? stored_row<Stored>(x, r + l) : nullptr;
+        }
+        transpose_rows<T, Stored>(from, width, scale, to + r, kRows);
+      }
+    });
   }
 
   /// to[r][d] = scale · x[r][d], 0 for the lanes without a row and for the columns after width. A
   /// row of `to` is a whole number of vectors.
   template <class T>
-  void pack(const Operand<const T>& x, int64_t width, T scale, T* to, int64_t to_row) const {
+  void pack(const Operand<const T>& x, int64_t width, T scale, T* to, int64_t to_row,
+            Storage storage = Storage::kSame) const {
     using S = Simd<T>;
-    for (int r = 0; r < kRows; ++r) {
-      const T* from = r < rows ? row(x, r) : nullptr;
-      T* line = to + r * to_row;
-      const int64_t columns = from != nullptr ? width : 0;
-      int64_t d = 0;
-      for (; d + S::kWidth <= columns; d += S::kWidth) {
-        S::store(line + d, S::set(scale) * S::load(from + d));
+    with_stored<T>(storage, [&](auto stored) {
+      for (int r = 0; r < kRows; ++r) {
+        const auto* from = r < rows ? stored_row<decltype(stored)>(x, r) : nullptr;
+        T* line = to + r * to_row;
+        const int64_t columns = from != nullptr ? width : 0;
+        int64_t d = 0;
+        for (; d + S::kWidth <= columns; d += S::kWidth) {
+          S::store(line + d, S::set(scale) * load_stored<T>(from + d));
+        }
+        for (; d < columns; ++d) line[d] = scale * static_cast<T>(from[d]);
+        for (; d < to_row; ++d) line[d] = T(0);
       }
-      for (; d < columns; ++d) line[d] = scale * from[d];
-      for (; d < to_row; ++d) line[d] = T(0);
-    }
+    });
   }
 
   /// x[r][d] = scale[r] · from[d][r]
   template <class T>
-  void unpack_transposed(const T* from, int64_t width, const T* scale, const Operand<T>& x) const {
+  void unpack_transposed(const T* from, int64_t width, const T* scale, const Operand<T>& x,
+                         Storage storage = Storage::kSame) const {
     constexpr int kWidth = Simd<T>::kWidth;
-    if (x.column_stride == 1) {
-      for (int r = 0; r < rows; r += kWidth) {
-        T* to[kWidth];
-        for (int l = 0; l < kWidth; ++l) to[l] = r + l < rows ? row(x, r + l) : nullptr;
-        transpose_columns<T>(from + r, kRows, width, Simd<T>::load(scale + r), to);
+    with_stored<T>(storage, [&](auto stored) {
+      using Stored = decltype(stored);
+      if (x.column_stride == 1) {
+        for (int r = 0; r < rows; r += kWidth) {
+          Stored* to[kWidth];
+          for (int l = 0; l < kWidth; ++l) {
+            to[l] = r + l < rows ? stored_row<Stored>(x, r + l) : nullptr;
+          }
+          transpose_columns<T, Stored>(from + r, kRows, width, Simd<T>::load(scale + r), to);
+        }
+        return;
       }
-      return;
-    }
-    for (int r = 0; r < rows; ++r) {
-      T* to = row(x, r);
-      for (int64_t d = 0; d < width; ++d) to[d * x.column_stride] = scale[r] * from[d * kRows + r];
-    }
+      for (int r = 0; r < rows; ++r) {
+        Stored* to = stored_row<Stored>(x, r);
+        for (int64_t d = 0; d < width; ++d) {
+          to[d * x.column_stride] = rounded<Stored>(scale[r] * from[d * kRows + r]);
+        }
+      }
+    });
   }
 };
 

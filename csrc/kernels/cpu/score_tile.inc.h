@@ -3,8 +3,7 @@
 #include "kernels/cpu/mask_tile.inc.h"
 #include "kernels/cpu/math.inc.h"
 
-// What happens to a tile of scores between the product and the softmax, each a pass over
-// scores[key][row], or over some vectors of its rows:
+// What happens to a tile of scores between the product and the softmax:
 //
 //     softcap      x -> c · tanh(x / c)
 //     mask         x -> x + mask_float
@@ -23,17 +22,6 @@ inline void cap_scores(T softcap, int keys, T* scores, T* slopes) {
       const auto t = tanh_of<T>(S::load(scores + x) * inverse);
       S::store(scores + x, cap * t);
       if (slopes != nullptr) S::store(slopes + x, S::fma(S::zero() - t, t, one));
-    }
-  }
-}
-
-template <class T, int kVectors, int kRows>
-inline void add_bias(const T* bias, int keys, T* scores) {
-  using S = Simd<T>;
-  for (int k = 0; k < keys; ++k) {
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t x = k * kRows + v * S::kWidth;
-      S::store(scores + x, S::load(scores + x) + S::load(bias + x));
     }
   }
 }
@@ -71,78 +59,76 @@ struct AlibiTile {
       }
     }
   }
-
-  /// For kCount vectors of rows; scores begins with the first of them.
-  template <int kCount>
-  void add(int64_t first_key, int keys, int first_vector, T* scores) const {
-    const auto ahead = S::set(static_cast<T>(first_position - first_key));
-    for (int v = 0; v < kCount; ++v) {
-      const int first_row = (first_vector + v) * S::kWidth;
-      const auto from_first_key = S::load(position + first_row) + ahead;
-      const auto minus_slope = S::zero() - S::load(slope + first_row);
-      for (int k = 0; k < keys; ++k) {
-        const auto distance = absolute<T>(from_first_key - S::set(static_cast<T>(k)));
-        T* s = scores + k * kRows + v * S::kWidth;
-        S::store(s, S::fma(minus_slope, distance, S::load(s)));
-      }
-    }
-  }
 };
 
-/// Rows of a tile of scores: vectors first .. first + kVectors of its kRows rows, keys first_key ..
-/// of the mask's block at `offset`. scores begins with the first of them.
+/// Rows of a tile of scores: vectors first_vector .. + kVectors of its kRows rows, keys first_key
+/// .., which lie `offset` after the first of those that the mask was loaded for.
 template <class T, int kVectors, int kRows>
-struct ScoreRows {
-  const Problem<T>& p;
-  const MaskTile<T, kRows>& mask;
-  const AlibiTile<T, kRows / Simd<T>::kWidth>& alibi;
-  int64_t first_key;
-  int keys;
-  int offset;
-  int first_vector;
-  T* scores;
+class ScoreRows {
+ public:
+  using S = Simd<T>;
+  using Number = typename S::Number;
+  using Alibi = AlibiTile<T, kRows / S::kWidth>;
 
-  /// All that happens to them, in this order. cap_slopes, unless nullptr, takes the derivative of
-  /// the softcap.
-  void modify(T* cap_slopes = nullptr) const {
-    if (p.softcap != T(0)) cap_scores<T, kVectors, kRows>(p.softcap, keys, scores, cap_slopes);
-    if (mask.has_bias(p)) {
-      add_bias<T, kVectors, kRows>(mask.bias + offset * kRows + first_vector * Simd<T>::kWidth,
-                                   keys, scores);
-    }
-    if (p.alibi_slopes.data != nullptr) {
-      alibi.template add<kVectors>(first_key, keys, first_vector, scores);
+  ScoreRows(const Problem<T>& p, const MaskTile<T, kRows>& mask, const Alibi& alibi,
+            int64_t first_key, int offset, int first_vector, TileState state)
+      : softcap_(p.softcap) {
+    const int first_row = first_vector * S::kWidth;
+    if (mask.has_bias(p)) bias_ = mask.bias + offset * kRows + first_row;
+    if (state == TileState::kPartial) bits_ = mask.bits + offset / 8 * kRows + first_row;
+    has_alibi_ = p.alibi_slopes.data != nullptr;
+    if (!has_alibi_) return;
+    const auto ahead = S::set(static_cast<T>(alibi.first_position - first_key));
+    for (int v = 0; v < kVectors; ++v) {
+      from_first_key_[v] = S::load(alibi.position + first_row + v * S::kWidth) + ahead;
+      minus_slope_[v] = S::zero() - S::load(alibi.slope + first_row + v * S::kWidth);
     }
   }
 
-  /// -inf where the pair is not kept; block_max takes the maxima of what is.
-  void keep(TileState state, typename Simd<T>::Number* block_max) const {
-    using S = Simd<T>;
-    const uint8_t* bits = mask.bits + offset / 8 * kRows + first_vector * S::kWidth;
-    const auto dropped = S::set(-static_cast<T>(__builtin_inff()));
-    for (int v = 0; v < kVectors; ++v) block_max[v] = dropped;
+  bool is_biased() const { return bias_ != nullptr || has_alibi_; }
+  bool changes() const { return softcap_ != T(0) || is_biased() || bits_ != nullptr; }
+
+  /// One vector with mask and ALiBi.
+  QKV_INLINE Number biased(int64_t k, int v, Number x) const {
+    if (bias_ != nullptr) x = x + S::load(bias_ + k * kRows + v * S::kWidth);
+    if (has_alibi_) {
+      const auto distance = absolute<T>(from_first_key_[v] - S::set(static_cast<T>(k)));
+      x = S::fma(minus_slope_[v], distance, x);
+    }
+    return x;
+  }
+
+  /// The same, and -inf where the pair is not kept.
+  QKV_INLINE Number biased_and_kept(int64_t k, int v, Number x) const {
+    x = biased(k, v, x);
+    if (bits_ == nullptr) return x;
+    const auto kept = S::bit_of_bytes(bits_ + k / 8 * kRows + v * S::kWidth, k % 8);
+    return S::select(kept, x, S::set(-static_cast<T>(__builtin_inff())));
+  }
+
+  /// scores[key][row] with the softcap; slopes, unless nullptr, takes the derivative.
+  void cap(int keys, T* scores, T* slopes = nullptr) const {
+    if (softcap_ != T(0)) cap_scores<T, kVectors, kRows>(softcap_, keys, scores, slopes);
+  }
+
+  /// scores[key][row] with mask and ALiBi.
+  void bias(int keys, T* scores) const {
+    if (!is_biased()) return;
     for (int k = 0; k < keys; ++k) {
       for (int v = 0; v < kVectors; ++v) {
         T* s = scores + k * kRows + v * S::kWidth;
-        auto x = S::load(s);
-        if (state == TileState::kPartial) {
-          x = S::select(S::bit_of_bytes(bits + k / 8 * kRows + v * S::kWidth, k % 8), x, dropped);
-          S::store(s, x);
-        }
-        block_max[v] = S::maximum(block_max[v], x);
+        S::store(s, biased(k, v, S::load(s)));
       }
     }
   }
-};
 
-/// All rows of a tile.
-template <class T, int kVectors>
-inline void modify_scores(const Problem<T>& p, const MaskTile<T, kVectors * Simd<T>::kWidth>& mask,
-                          const AlibiTile<T, kVectors>& alibi, int64_t first_key, int keys,
-                          T* scores, T* cap_slopes = nullptr) {
-  const ScoreRows<T, kVectors, kVectors * Simd<T>::kWidth> rows{p,    mask, alibi, first_key,
-                                                                keys, 0,    0,     scores};
-  rows.modify(cap_slopes);
-}
+ private:
+  T softcap_;
+  const T* bias_ = nullptr;        // [keys][kRows]
+  const uint8_t* bits_ = nullptr;  // as in MaskTile
+  bool has_alibi_;
+  Number from_first_key_[kVectors];  // with ALiBi: the rows' distance from the first key
+  Number minus_slope_[kVectors];
+};
 
 }  // namespace qkv::kernels::QKV_ISA

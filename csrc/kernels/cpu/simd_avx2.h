@@ -131,13 +131,30 @@ struct Words {
   static QKV_INLINE void store(uint32_t* p, Vector x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
   }
-  static QKV_INLINE Vector exclusive_or(Vector a, Vector b) { return _mm256_xor_si256(a, b); }
+  static QKV_INLINE Vector exclusive_or(Vector a, Vector b, Vector c) {
+    return _mm256_xor_si256(_mm256_xor_si256(a, b), c);
+  }
   /// The halves of the 64-bit products a · m.
   static QKV_INLINE void multiply(Vector a, uint32_t m, Vector& high, Vector& low) {
     const Vector even = _mm256_mul_epu32(a, set(m));
     const Vector odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), set(m));
     high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
     low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  }
+  /// Bits 2·w and 2·w + 1 of bytes[l]: is the low, the high half of lane l of x[w] at least
+  /// threshold <= 65536?
+  static QKV_INLINE void halves_at_least(const Vector (&x)[4], uint32_t threshold, uint8_t* bytes) {
+    const Vector low_half = set(0xffff), below = set(threshold - 1);
+    Vector bits = _mm256_setzero_si256();
+    for (int w = 0; w < 4; ++w) {
+      const Vector low = _mm256_cmpgt_epi32(_mm256_and_si256(x[w], low_half), below);
+      const Vector high = _mm256_cmpgt_epi32(_mm256_srli_epi32(x[w], 16), below);
+      bits = _mm256_or_si256(bits, _mm256_and_si256(low, set(1u << 2 * w)));
+      bits = _mm256_or_si256(bits, _mm256_and_si256(high, set(2u << 2 * w)));
+    }
+    uint32_t lanes[kLanes];
+    store(lanes, bits);
+    for (int l = 0; l < kLanes; ++l) bytes[l] = static_cast<uint8_t>(lanes[l]);
   }
 };
 

@@ -117,13 +117,28 @@ struct Words {
   static QKV_INLINE Vector set(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
   static QKV_INLINE Vector load(const uint32_t* p) { return _mm512_loadu_si512(p); }
   static QKV_INLINE void store(uint32_t* p, Vector x) { _mm512_storeu_si512(p, x); }
-  static QKV_INLINE Vector exclusive_or(Vector a, Vector b) { return _mm512_xor_si512(a, b); }
+  static QKV_INLINE Vector exclusive_or(Vector a, Vector b, Vector c) {
+    return _mm512_ternarylogic_epi32(a, b, c, 0x96);
+  }
   /// The halves of the 64-bit products a · m.
   static QKV_INLINE void multiply(Vector a, uint32_t m, Vector& high, Vector& low) {
     const Vector even = _mm512_mul_epu32(a, set(m));
     const Vector odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), set(m));
-    high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
-    low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+    high = _mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_CDAB);
+    low = _mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_CDAB);
+  }
+  /// Bits 2·w and 2·w + 1 of bytes[l]: is the low, the high half of lane l of x[w] at least
+  /// threshold <= 65536?
+  static QKV_INLINE void halves_at_least(const Vector (&x)[4], uint32_t threshold, uint8_t* bytes) {
+    const Vector low_half = set(0xffff), least = set(threshold);
+    __m128i bits = _mm_setzero_si128();
+    for (int w = 0; w < 4; ++w) {
+      const auto low = _mm512_cmpge_epu32_mask(_mm512_and_si512(x[w], low_half), least);
+      const auto high = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[w], 16), least);
+      bits = _mm_mask_add_epi8(bits, low, bits, _mm_set1_epi8(static_cast<char>(1 << 2 * w)));
+      bits = _mm_mask_add_epi8(bits, high, bits, _mm_set1_epi8(static_cast<char>(2 << 2 * w)));
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), bits);
   }
 };
 

@@ -107,8 +107,8 @@ struct Words {
   static QKV_INLINE void store(uint32_t* p, Vector x) {
     for (int l = 0; l < kLanes; ++l) p[l] = x.lane[l];
   }
-  static QKV_INLINE Vector exclusive_or(Vector a, Vector b) {
-    for (int l = 0; l < kLanes; ++l) a.lane[l] ^= b.lane[l];
+  static QKV_INLINE Vector exclusive_or(Vector a, Vector b, Vector c) {
+    for (int l = 0; l < kLanes; ++l) a.lane[l] ^= b.lane[l] ^ c.lane[l];
     return a;
   }
   /// The halves of the 64-bit products a · m.
@@ -117,6 +117,18 @@ struct Words {
       const uint64_t product = static_cast<uint64_t>(a.lane[l]) * m;
       high.lane[l] = static_cast<uint32_t>(product >> 32);
       low.lane[l] = static_cast<uint32_t>(product);
+    }
+  }
+  /// Bits 2·w and 2·w + 1 of bytes[l]: is the low, the high half of lane l of x[w] at least
+  /// threshold <= 65536?
+  static QKV_INLINE void halves_at_least(const Vector (&x)[4], uint32_t threshold, uint8_t* bytes) {
+    for (int l = 0; l < kLanes; ++l) {
+      unsigned bits = 0;
+      for (int w = 0; w < 4; ++w) {
+        bits |= static_cast<unsigned>((x[w].lane[l] & 0xffff) >= threshold) << 2 * w;
+        bits |= static_cast<unsigned>((x[w].lane[l] >> 16) >= threshold) << (2 * w + 1);
+      }
+      bytes[l] = static_cast<uint8_t>(bits);
     }
   }
 };

@@ -111,13 +111,29 @@ struct Words {
   static QKV_INLINE Vector set(uint32_t x) { return vdupq_n_u32(x); }
   static QKV_INLINE Vector load(const uint32_t* p) { return vld1q_u32(p); }
   static QKV_INLINE void store(uint32_t* p, Vector x) { vst1q_u32(p, x); }
-  static QKV_INLINE Vector exclusive_or(Vector a, Vector b) { return veorq_u32(a, b); }
+  static QKV_INLINE Vector exclusive_or(Vector a, Vector b, Vector c) {
+    return veorq_u32(veorq_u32(a, b), c);
+  }
   /// The halves of the 64-bit products a · m.
   static QKV_INLINE void multiply(Vector a, uint32_t m, Vector& high, Vector& low) {
     const Vector first = vreinterpretq_u32_u64(vmull_n_u32(vget_low_u32(a), m));
     const Vector last = vreinterpretq_u32_u64(vmull_n_u32(vget_high_u32(a), m));
     low = vuzp1q_u32(first, last);
     high = vuzp2q_u32(first, last);
+  }
+  /// Bits 2·w and 2·w + 1 of bytes[l]: is the low, the high half of lane l of x[w] at least
+  /// threshold <= 65536?
+  static QKV_INLINE void halves_at_least(const Vector (&x)[4], uint32_t threshold, uint8_t* bytes) {
+    Vector bits = set(0);
+    for (int w = 0; w < 4; ++w) {
+      const Vector low = vcgeq_u32(vandq_u32(x[w], set(0xffff)), set(threshold));
+      const Vector high = vcgeq_u32(vshrq_n_u32(x[w], 16), set(threshold));
+      bits = vorrq_u32(bits, vandq_u32(low, set(1u << 2 * w)));
+      bits = vorrq_u32(bits, vandq_u32(high, set(2u << 2 * w)));
+    }
+    uint32_t lanes[kLanes];
+    store(lanes, bits);
+    for (int l = 0; l < kLanes; ++l) bytes[l] = static_cast<uint8_t>(lanes[l]);
   }
 };
 

@@ -8,6 +8,7 @@
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
+#include "kernels/cpu/spread_rows.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 
 // P and S' of one tile of rows and one block of keys: the common part of the derivatives along
@@ -59,12 +60,13 @@ struct TangentTile {
   const T* lse_of_rows;
   const T* lse_rest_of_rows;
   RowTile<kRows> tile;
-  T* query;         // [D][rows]
-  T* query_t;       // [D][rows], Q'
-  T* p_tile;        // [keys][rows]
-  T* scores_t;      // [keys][rows], S'
-  T* cap_slopes;    // [keys][rows], f'(U)
-  T* cap_slopes_t;  // [keys][rows], its derivative f''(U) U'
+  T* query;          // [D][rows]
+  T* query_t;        // [D][rows], Q'
+  T* p_tile;         // [keys][rows]
+  T* scores_t;       // [keys][rows], S'
+  T* rows_of_block;  // [keys][D or Dv], of a product
+  T* cap_slopes;     // [keys][rows], f'(U)
+  T* cap_slopes_t;   // [keys][rows], its derivative f''(U) U'
   MaskTile<T, kRows> mask;
   uint8_t* stays;  // R != 0
   AlibiTile<T, kVectors> alibi;
@@ -75,7 +77,8 @@ struct TangentTile {
 
   static int64_t scratch_numbers(const Problem<T>& p) {
     const int64_t tiles = p.softcap != T(0) ? 5 : 3;
-    return 2 * p.head_dim * kRows + tiles * kTile + kTile / 8;
+    const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+    return 2 * p.head_dim * kRows + tiles * kTile + kBlockKeys * spread_row<T>(widest) + kTile / 8;
   }
 
   TangentTile(const Problem<T>& problem, const Directions<T>& directions, const T* lse_numbers,
@@ -89,7 +92,9 @@ struct TangentTile {
     p_tile = query_t + p.head_dim * kRows;
     scores_t = p_tile + kTile;
     mask.bias = scores_t + kTile;
-    cap_slopes = mask.bias + kTile;
+    rows_of_block = mask.bias + kTile;
+    const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+    cap_slopes = rows_of_block + kBlockKeys * spread_row<T>(widest);
     cap_slopes_t = cap_slopes + kTile;
     T* end_of_tiles = p.softcap != T(0) ? cap_slopes_t + kTile : cap_slopes;
     mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
@@ -146,12 +151,10 @@ struct TangentTile {
     if (along.key.data != nullptr) {
       product(keys, p.head_dim, along.key, first_key, query, scores_t, /*add=*/true);
     }
-    if (p.softcap != T(0)) {
-      cap_scores<T, kVectors, kRows>(p.softcap, keys, p_tile, cap_slopes);
-      move_through_softcap(size);
-    }
-    if (mask.has_bias(p)) add_bias<T, kVectors, kRows>(mask.bias, keys, p_tile);
-    if (p.alibi_slopes.data != nullptr) alibi.template add<kVectors>(first_key, keys, 0, p_tile);
+    const ScoreRows<T, kVectors, kRows> rows(p, mask, alibi, first_key, 0, 0, TileState::kFull);
+    rows.cap(keys, p_tile, cap_slopes);
+    if (p.softcap != T(0)) move_through_softcap(size);
+    rows.bias(keys, p_tile);
     if (along.attn_mask.data != nullptr) add_mask_t(first_key, keys);
     if (along.alibi_slopes.data != nullptr) {
       alibi.for_each_distance(
@@ -211,14 +214,16 @@ struct TangentTile {
   /// c[width][rows] += aᵀ b for the rows first_key .. of a; b is [keys][rows].
   QKV_ONE_COPY void add_product(TileState state, int keys, int64_t width, const Operand<const T>& a,
                                 int64_t first_key, const T* b, T* c) const {
-    const T* rows = tile.keys_of_head(a) + first_key * a.row_stride;
-    if (state == TileState::kPartial && !all_finite<T>(rows, a.row_stride, keys, width)) {
-      multiply_add_kept_keys<T, kVectors>(keys, width, rows, a.row_stride, b, mask.bits, c);
+    const Rows<T> rows =
+        spread_rows<T>({tile.keys_of_head(a) + first_key * a.row_stride, a.row_stride}, keys, width,
+                       rows_of_block);
+    if (state == TileState::kPartial && !all_finite<T>(rows.first, rows.stride, keys, width)) {
+      multiply_add_kept_keys<T, kVectors>(keys, width, rows.first, rows.stride, b, mask.bits, c);
       return;
     }
     for (int r = 0; r < tile.rows; r += kPiece) {
-      multiply_add<T, kPieceVectors>(width, keys, rows, UnitStride{}, a.row_stride, b + r, kRows,
-                                     c + r, kRows);
+      multiply_add<T, kPieceVectors>(width, keys, rows.first, UnitStride{}, rows.stride, b + r,
+                                     kRows, c + r, kRows);
     }
   }
 

@@ -29,6 +29,12 @@ struct Constant {
   constexpr int operator()() const { return kValue; }
 };
 
+/// Calls f with what the condition is.
+template <class F>
+QKV_INLINE void with_constant(bool condition, F f) {
+  condition ? f(Constant<1>{}) : f(Constant<0>{});
+}
+
 /// Rows first .. first + kRows of C, kVectors vectors wide. `start(r, v)` gives the first value of
 /// a vector of C, `finish(r, v, x)` takes the last.
 template <class T, int kRows, int kVectors, class RowStride, class StepStride, class Start,

@@ -38,24 +38,26 @@ QKV_INLINE void transpose(typename Simd<T>::Number (&x)[Simd<T>::kWidth]) {
 }
 
 /// to[d · to_row + l] = scale · from[l][d] for d < width; a row that is nullptr counts as zeros.
-template <class T>
-inline void transpose_rows(const T* const (&from)[Simd<T>::kWidth], int64_t width, T scale, T* to,
-                           int64_t to_row) {
+template <class T, class Stored>
+inline void transpose_rows(const Stored* const (&from)[Simd<T>::kWidth], int64_t width, T scale,
+                           T* to, int64_t to_row) {
   using S = Simd<T>;
   constexpr int kWidth = S::kWidth;
   bool all_rows = true;
-  for (const T* row : from) all_rows &= row != nullptr;
+  for (const Stored* row : from) all_rows &= row != nullptr;
   const auto factor = S::set(scale);
   for (int64_t d = 0; d < width; d += kWidth) {
     typename S::Number square[kWidth];
     const int columns = width - d < kWidth ? static_cast<int>(width - d) : kWidth;
     if (all_rows && columns == kWidth) {
 #pragma GCC unroll 16
-      for (int l = 0; l < kWidth; ++l) square[l] = S::load(from[l] + d);
+      for (int l = 0; l < kWidth; ++l) square[l] = load_stored<T>(from[l] + d);
     } else {
       for (int l = 0; l < kWidth; ++l) {
         alignas(64) T line[kWidth] = {};
-        for (int c = 0; c < columns && from[l] != nullptr; ++c) line[c] = from[l][d + c];
+        for (int c = 0; c < columns && from[l] != nullptr; ++c) {
+          line[c] = static_cast<T>(from[l][d + c]);
+        }
         square[l] = S::load(line);
       }
     }
@@ -70,14 +72,16 @@ inline void transpose_rows(const T* const (&from)[Simd<T>::kWidth], int64_t widt
   }
 }
 
-/// to[l][d] = scale[l] · from[d · from_row + l] for d < width and the rows that are not nullptr
-template <class T>
+/// to[l][d] = scale[l] · from[d · from_row + l] for d < width and the rows that are not nullptr,
+/// rounded if those are stored in 16 bits
+template <class T, class Stored>
 inline void transpose_columns(const T* from, int64_t from_row, int64_t width,
-                              typename Simd<T>::Number scale, T* const (&to)[Simd<T>::kWidth]) {
+                              typename Simd<T>::Number scale,
+                              Stored* const (&to)[Simd<T>::kWidth]) {
   using S = Simd<T>;
   constexpr int kWidth = S::kWidth;
   bool all_rows = true;
-  for (const T* row : to) all_rows &= row != nullptr;
+  for (const Stored* row : to) all_rows &= row != nullptr;
   for (int64_t d = 0; d < width; d += kWidth) {
     typename S::Number square[kWidth];
     const int columns = width - d < kWidth ? static_cast<int>(width - d) : kWidth;
@@ -87,12 +91,14 @@ inline void transpose_columns(const T* from, int64_t from_row, int64_t width,
     transpose<T>(square);
     if (all_rows && columns == kWidth) {
 #pragma GCC unroll 16
-      for (int l = 0; l < kWidth; ++l) S::store(to[l] + d, square[l]);
+      for (int l = 0; l < kWidth; ++l) store_rounded<T>(to[l] + d, square[l]);
     } else {
       for (int l = 0; l < kWidth; ++l) {
         alignas(64) T line[kWidth];
         S::store(line, square[l]);
-        for (int c = 0; c < columns && to[l] != nullptr; ++c) to[l][d + c] = line[c];
+        for (int c = 0; c < columns && to[l] != nullptr; ++c) {
+          to[l][d + c] = rounded<Stored>(line[c]);
+        }
       }
     }
   }

@@ -17,7 +17,7 @@ namespace qkv::kernels::simt {
 struct Words {
   using Vector = uint32_t;
   static QKV_INLINE uint32_t set(uint32_t x) { return x; }
-  static QKV_INLINE uint32_t exclusive_or(uint32_t a, uint32_t b) { return a ^ b; }
+  static QKV_INLINE uint32_t exclusive_or(uint32_t a, uint32_t b, uint32_t c) { return a ^ b ^ c; }
   static QKV_INLINE void multiply(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
     const uint64_t product = static_cast<uint64_t>(a) * b;
     high = static_cast<uint32_t>(product >> 32);

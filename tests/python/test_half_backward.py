@@ -1,6 +1,7 @@
-"""The backward of bfloat16, which has kernels of its own where the processor has AMX.
+"""The backward of half types: read, and rounded once, by the kernels themselves.
 
-They work on squares of 32 keys and 32 rows: sizes here are just under, at and over multiples.
+bfloat16 has kernels of its own where the processor has AMX, which work on squares of 32 keys and
+32 rows: sizes here are just under, at and over multiples.
 """
 
 import definition
@@ -11,18 +12,20 @@ import qkv
 
 NAN = float("nan")
 
+half_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
-def numbers(shape, seed=0):
+
+def numbers(shape, seed, dtype):
     make = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=make).bfloat16()
+    return torch.randn(shape, generator=make).to(dtype)
 
 
-def problem(batch, heads, kv_heads, m, n, d, dv):
+def problem(batch, heads, kv_heads, m, n, d, dv, dtype):
     return (
-        numbers((batch, heads, m, d), 1),
-        numbers((batch, kv_heads, n, d), 2),
-        numbers((batch, kv_heads, n, dv), 3),
-        numbers((batch, heads, m, dv), 4),
+        numbers((batch, heads, m, d), 1, dtype),
+        numbers((batch, kv_heads, n, d), 2, dtype),
+        numbers((batch, kv_heads, n, dv), 3, dtype),
+        numbers((batch, heads, m, dv), 4, dtype),
     )
 
 
@@ -35,9 +38,10 @@ def gradients(query, key, value, grad, **kwargs):
 @pytest.mark.parametrize("m, n", [(16, 32), (33, 97), (128, 127), (129, 160), (300, 1100)])
 @pytest.mark.parametrize("d, dv", [(1, 16), (17, 33), (64, 5), (80, 64)])
 @pytest.mark.parametrize("options", ["none", "causal", "window", "scores"])
-def test_rounded_once(m, n, d, dv, options):
+@half_types
+def test_rounded_once(m, n, d, dv, options, dtype):
     """In L2 little more is lost than by one rounding of what is exact."""
-    query, key, value, grad = problem(1, 2, 1, m, n, d, dv)
+    query, key, value, grad = problem(1, 2, 1, m, n, d, dv, dtype)
     kwargs = {
         "none": {},
         "causal": {"is_causal": True, "query_offset": n // 2},
@@ -49,12 +53,13 @@ def test_rounded_once(m, n, d, dv, options):
     wide = {n: x.double() if torch.is_tensor(x) else x for n, x in kwargs.items()}
     out, _, _ = definition.attention(*leaves, enable_gqa=True, **wide)
     for name, a, e in zip("qkv", actual, torch.autograd.grad(out, leaves, grad.double())):
-        rounding = (e.bfloat16().double() - e).norm()
+        rounding = (e.to(dtype).double() - e).norm()
         assert (a.double() - e).norm() < 1.25 * rounding + 1e-6, name
 
 
-def test_heads_apart_or_together():
-    query, key, value, grad = problem(3, 4, 2, 150, 1300, 40, 24)
+@half_types
+def test_heads_apart_or_together(dtype):
+    query, key, value, grad = problem(3, 4, 2, 150, 1300, 40, 24, dtype)
     kwargs = {"is_causal": True, "query_offset": 1150}
     together = gradients(query, key, value, grad, **kwargs)
     for b in range(3):
@@ -71,11 +76,12 @@ def test_heads_apart_or_together():
             assert torch.equal(alone[2], together[2][b : b + 1, h : h + 1])
 
 
-def test_one_gradient_or_all():
+@half_types
+def test_one_gradient_or_all(dtype):
     """The bits of one do not depend on which others are asked for."""
-    query, key, value, grad = problem(1, 2, 2, 100, 700, 32, 32)
-    extras = {"attn_mask": numbers((100, 700), 5), "sinks": numbers((2,), 6)}
-    extras["alibi_slopes"] = numbers((2,), 7).abs() / 16
+    query, key, value, grad = problem(1, 2, 2, 100, 700, 32, 32, dtype)
+    extras = {"attn_mask": numbers((100, 700), 5, dtype), "sinks": numbers((2,), 6, dtype)}
+    extras["alibi_slopes"] = numbers((2,), 7, dtype).abs() / 16
     inputs = {"query": query, "key": key, "value": value, **extras}
 
     def asked_for(names):
@@ -88,9 +94,10 @@ def test_one_gradient_or_all():
         assert torch.equal(asked_for([name])[name], together[name]), name
 
 
-def test_strides():
+@half_types
+def test_strides(dtype):
     """Rows that lie apart, at odd distances, backwards in memory order; a key that is broadcast."""
-    shapes = problem(2, 2, 2, 70, 140, 24, 20)
+    shapes = problem(2, 2, 2, 70, 140, 24, 20, dtype)
     contiguous = gradients(*shapes)
     apart = []
     for x in shapes:
@@ -109,11 +116,12 @@ def test_strides():
         assert torch.equal(e, a)
 
 
+@half_types
 @pytest.mark.parametrize("where", ["key", "value", "query", "grad"])
-def test_what_is_not_kept_may_be_nan(where):
+def test_what_is_not_kept_may_be_nan(where, dtype):
     """Whole tiles and parts of them; the last rows and keys lie beside lanes that are empty."""
     m, n = 110, 333
-    query, key, value, grad = problem(1, 2, 1, m, n, 18, 34)
+    query, key, value, grad = problem(1, 2, 1, m, n, 18, 34, dtype)
     keep = torch.rand(m, n, generator=torch.Generator().manual_seed(8)) < 0.7
     if where in ("key", "value"):
         lost = [0, 31, 32, 100, n - 1]
@@ -127,11 +135,12 @@ def test_what_is_not_kept_may_be_nan(where):
         assert torch.equal(c, p)
 
 
+@half_types
 @pytest.mark.parametrize("where", ["key", "value", "query", "grad"])
-def test_what_is_kept_shows_its_nan(where):
+def test_what_is_kept_shows_its_nan(where, dtype):
     """Without a mask, where a causal one ends, and in no other row or key."""
     m = n = 100
-    query, key, value, grad = problem(1, 1, 1, m, n, 32, 32)
+    query, key, value, grad = problem(1, 1, 1, m, n, 32, 32, dtype)
     clean = gradients(query, key, value, grad, is_causal=True)
     at = 57
     {"key": key, "value": value, "query": query, "grad": grad}[where][..., at, 3] = NAN
@@ -146,3 +155,14 @@ def test_what_is_kept_shows_its_nan(where):
         assert torch.equal(dk[..., at + 1 :, :], clean[1][..., at + 1 :, :])
         assert torch.equal(dv[..., at + 1 :, :], clean[2][..., at + 1 :, :])
         assert dk[..., : at + 1, :].isnan().all() and dv[..., : at + 1, 3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [1, 4, 8])
+def test_heads_between_the_rows(heads, dtype):
+    """Views of (B, N, H, D): some rows are so far apart that kernels copy them."""
+    shapes = problem(1, heads, heads, 130, 300, 64, 64, dtype)
+    across = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shapes]
+    for expected, actual in zip(gradients(*shapes), gradients(*across)):
+        assert torch.equal(expected, actual)
+    assert torch.equal(qkv.attention(*shapes[:3]), qkv.attention(*across[:3]))
