@@ -54,10 +54,14 @@ inline void transpose_rows(const Stored* const (&from)[Simd<T>::kWidth], int64_t
       for (int l = 0; l < kWidth; ++l) square[l] = load_stored<T>(from[l] + d);
     } else {
       for (int l = 0; l < kWidth; ++l) {
-        alignas(64) T line[kWidth] = {};
-        for (int c = 0; c < columns && from[l] != nullptr; ++c) {
-          line[c] = static_cast<T>(from[l][d + c]);
+        square[l] = S::zero();
+        if (from[l] == nullptr) continue;
+        if (columns == kWidth) {
+          square[l] = load_stored<T>(from[l] + d);
+          continue;
         }
+        alignas(64) T line[kWidth] = {};
+        for (int c = 0; c < columns; ++c) line[c] = static_cast<T>(from[l][d + c]);
         square[l] = S::load(line);
       }
     }
@@ -94,11 +98,14 @@ inline void transpose_columns(const T* from, int64_t from_row, int64_t width,
       for (int l = 0; l < kWidth; ++l) store_rounded<T>(to[l] + d, square[l]);
     } else {
       for (int l = 0; l < kWidth; ++l) {
+        if (to[l] == nullptr) continue;
+        if (columns == kWidth) {
+          store_rounded<T>(to[l] + d, square[l]);
+          continue;
+        }
         alignas(64) T line[kWidth];
         S::store(line, square[l]);
-        for (int c = 0; c < columns && to[l] != nullptr; ++c) {
-          to[l][d + c] = rounded<Stored>(line[c]);
-        }
+        for (int c = 0; c < columns; ++c) to[l][d + c] = rounded<Stored>(line[c]);
       }
     }
   }
