@@ -88,8 +88,8 @@ inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b
 /// Rows of a dense [rows][from_row] to where a gradient has them, rounded if it is stored in 16
 /// bits.
 template <class T, class Stored>
-inline void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t width, Stored* to,
-                       const Operand<T>& operand) {
+QKV_ONE_COPY void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t width,
+                             Stored* to, const Operand<T>& operand) {
   using S = Simd<T>;
   for (int64_t n = 0; n < rows; ++n, from += from_row, to += operand.row_stride) {
     int64_t d = 0;

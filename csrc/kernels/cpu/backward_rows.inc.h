@@ -81,25 +81,22 @@ struct BackwardRows {
     const ScoreRows<T, kCount, kRows> rows(p, mask, alibi, first_key + offset, offset, first_vector,
                                            TileState::kFull);
     rows.cap(keys, scores, caps);
-    const auto weigh = [&](auto masked, auto drops, auto biased) {
+    rows.bias(keys, scores);
+    const auto weigh = [&](auto masked, auto drops) {
       for (int v = 0; v < kCount; ++v) {
         const RowNumbers numbers = numbers_of(first_vector + v);
         for (int k = 0; k < keys; ++k) {
           T* s = scores + k * kRows + v * S::kWidth;
           T* g = grads + k * kRows + v * S::kWidth;
-          auto score = S::load(s);
-          if constexpr (biased() != 0) score = rows.biased(k, v, score);
           const auto pair = gradients_of<masked() != 0, drops() != 0>(
-              offset + k, first_vector + v, numbers, score - numbers.lse, S::load(g));
+              offset + k, first_vector + v, numbers, S::load(s) - numbers.lse, S::load(g));
           S::store(s, pair.weight);
           S::store(g, pair.gradient);
         }
       }
     };
     with_constant(partial, [&](auto masked) {
-      with_constant(p.dropout.threshold != 0, [&](auto drops) {
-        with_constant(rows.is_biased(), [&](auto biased) { weigh(masked, drops, biased); });
-      });
+      with_constant(p.dropout.threshold != 0, [&](auto drops) { weigh(masked, drops); });
     });
   }
 

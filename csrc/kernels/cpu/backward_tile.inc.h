@@ -73,7 +73,7 @@ struct BackwardTile : BackwardRows<T, kVectors> {
     end_of_scratch = scratch + scratch_numbers(p);
   }
 
-  void load_rows() {
+  QKV_ONE_COPY void load_rows() {
     const Storage storage = p.key_value_storage;
     tile.pack_transposed(p.query, p.head_dim, p.scale, query_t, storage);
     tile.pack_transposed(params.grad_out, p.value_dim, T(1), grad_out_t, storage);
@@ -88,7 +88,7 @@ struct BackwardTile : BackwardRows<T, kVectors> {
   }
 
   /// P and dS of the keys first_key .. first_key + count.
-  TileState load_block(int64_t first_key, int count) {
+  QKV_ONE_COPY TileState load_block(int64_t first_key, int count) {
     const TileState state = Base::load_pairs(first_key, count);
     if (state == TileState::kEmpty) return state;
     const bool partial = state == TileState::kPartial;

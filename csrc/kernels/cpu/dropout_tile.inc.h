@@ -11,8 +11,8 @@ namespace qkv::kernels::QKV_ISA {
 
 /// first_key is a multiple of 8.
 template <int kRows>
-inline void load_dropout(const Dropout& dropout, const RowTile<kRows>& tile, int64_t first_key,
-                         int keys, uint8_t* stays) {
+QKV_ONE_COPY void load_dropout(const Dropout& dropout, const RowTile<kRows>& tile,
+                               int64_t first_key, int keys, uint8_t* stays) {
   constexpr int kLanes = Words::kLanes;
   const auto key = static_cast<uint64_t>(dropout.seed[tile.batch.offset(dropout.batch_stride)]);
   for (int first_row = 0; first_row < tile.rows; first_row += kLanes) {

@@ -50,8 +50,8 @@ struct MaskTile {
     return problem.attn_mask.type != MaskType::kNone && problem.attn_mask.type != MaskType::kBool;
   }
 
-  TileState load(const Problem<T>& problem, const RowTile<kRows>& tile, int64_t first_key,
-                 int keys) {
+  QKV_ONE_COPY TileState load(const Problem<T>& problem, const RowTile<kRows>& tile,
+                              int64_t first_key, int keys) {
     const bool band_is_full =
         keys_of_all(problem.band, tile.first_query(), tile.last_query(), problem.keys)
             .contains({first_key, first_key + keys});

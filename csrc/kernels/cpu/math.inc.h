@@ -5,6 +5,9 @@
 
 // The mathematics of a softmax on vectors, and the Math of OnlineSoftmax.
 
+// Compiled once, however many callers there are: the compiler would copy it into each.
+#define QKV_ONE_COPY __attribute__((noinline))
+
 namespace qkv::kernels::QKV_ISA {
 
 template <class T>

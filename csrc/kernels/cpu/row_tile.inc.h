@@ -125,8 +125,8 @@ struct RowTile {
 
   /// to[d][r] = scale · x[r][d], 0 for the lanes without a row.
   template <class T>
-  void pack_transposed(const Operand<const T>& x, int64_t width, T scale, T* to,
-                       Storage storage = Storage::kSame) const {
+  QKV_ONE_COPY void pack_transposed(const Operand<const T>& x, int64_t width, T scale, T* to,
+                                    Storage storage = Storage::kSame) const {
     constexpr int kWidth = Simd<T>::kWidth;
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);
@@ -143,8 +143,8 @@ struct RowTile {
   /// to[r][d] = scale · x[r][d], 0 for the lanes without a row and for the columns after width. A
   /// row of `to` is a whole number of vectors.
   template <class T>
-  void pack(const Operand<const T>& x, int64_t width, T scale, T* to, int64_t to_row,
-            Storage storage = Storage::kSame) const {
+  QKV_ONE_COPY void pack(const Operand<const T>& x, int64_t width, T scale, T* to, int64_t to_row,
+                         Storage storage = Storage::kSame) const {
     using S = Simd<T>;
     with_stored<T>(storage, [&](auto stored) {
       for (int r = 0; r < kRows; ++r) {
@@ -163,8 +163,8 @@ struct RowTile {
 
   /// x[r][d] = scale[r] · from[d][r]
   template <class T>
-  void unpack_transposed(const T* from, int64_t width, const T* scale, const Operand<T>& x,
-                         Storage storage = Storage::kSame) const {
+  QKV_ONE_COPY void unpack_transposed(const T* from, int64_t width, const T* scale,
+                                      const Operand<T>& x, Storage storage = Storage::kSame) const {
     constexpr int kWidth = Simd<T>::kWidth;
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);

@@ -46,8 +46,9 @@ inline Rows<T> spread_rows(Rows<T> from, int64_t rows, int64_t width, T* to) {
 /// Rows first .. first + rows of a tile's key/value head, converted at `to` if they are stored in
 /// 16 bits. Copies are spread_row(width) apart.
 template <class T, int kRows>
-inline Rows<T> rows_of_block(const RowTile<kRows>& tile, const Operand<const T>& x, Storage storage,
-                             int64_t first, int64_t rows, int64_t width, T* to) {
+QKV_ONE_COPY Rows<T> rows_of_block(const RowTile<kRows>& tile, const Operand<const T>& x,
+                                   Storage storage, int64_t first, int64_t rows, int64_t width,
+                                   T* to) {
   using S = Simd<T>;
   Rows<T> result{nullptr, x.row_stride};
   with_stored<T>(storage, [&](auto stored) {

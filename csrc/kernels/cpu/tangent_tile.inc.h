@@ -26,9 +26,6 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-// Compiled once, however many callers there are: the compiler would copy it into each.
-#define QKV_ONE_COPY __attribute__((noinline))
-
 /// Takes all pairs of a tile, or those that are marked and 0 for the others, times a factor.
 template <class T>
 struct AllPairs {

@@ -39,8 +39,8 @@ QKV_INLINE void transpose(typename Simd<T>::Number (&x)[Simd<T>::kWidth]) {
 
 /// to[d · to_row + l] = scale · from[l][d] for d < width; a row that is nullptr counts as zeros.
 template <class T, class Stored>
-inline void transpose_rows(const Stored* const (&from)[Simd<T>::kWidth], int64_t width, T scale,
-                           T* to, int64_t to_row) {
+QKV_ONE_COPY void transpose_rows(const Stored* const (&from)[Simd<T>::kWidth], int64_t width,
+                                 T scale, T* to, int64_t to_row) {
   using S = Simd<T>;
   constexpr int kWidth = S::kWidth;
   bool all_rows = true;
@@ -79,9 +79,9 @@ inline void transpose_rows(const Stored* const (&from)[Simd<T>::kWidth], int64_t
 /// to[l][d] = scale[l] · from[d · from_row + l] for d < width and the rows that are not nullptr,
 /// rounded if those are stored in 16 bits
 template <class T, class Stored>
-inline void transpose_columns(const T* from, int64_t from_row, int64_t width,
-                              typename Simd<T>::Number scale,
-                              Stored* const (&to)[Simd<T>::kWidth]) {
+QKV_ONE_COPY void transpose_columns(const T* from, int64_t from_row, int64_t width,
+                                    typename Simd<T>::Number scale,
+                                    Stored* const (&to)[Simd<T>::kWidth]) {
   using S = Simd<T>;
   constexpr int kWidth = S::kWidth;
   bool all_rows = true;
