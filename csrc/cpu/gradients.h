@@ -86,7 +86,8 @@ bool splits_may_add_to_mask(const kernels::BackwardParams<T>& backward) {
   int64_t apart = backward.splits * (mask.head_stride != 0 ? p.kv_heads : 1);
   for (int d = 0; d < p.batch_rank; ++d) apart *= mask.batch_stride[d] != 0 ? p.batch_size[d] : 1;
   const int64_t threads = at::get_num_threads();
-  return threads == 1 || apart >= 2 * threads;
+  const bool equally_long = p.band.left < 0 && p.band.right < 0;
+  return threads == 1 || apart >= (equally_long ? 1 : 2) * threads;
 }
 
 /// `backward` is `params` or a part of it.

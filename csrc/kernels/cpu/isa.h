@@ -30,7 +30,7 @@ struct BackwardKernels {
   void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 };
 
-/// Of operands and gradients in 16 bits.
+/// Those that multiply in bfloat16.
 struct BackwardKernelsOf16Bits : BackwardKernels<float> {
   /// Whether they are there for a problem of these sizes.
   bool (*takes)(const Problem<float>&);
