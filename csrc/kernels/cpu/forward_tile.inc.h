@@ -204,7 +204,8 @@ class ForwardTile {
     const Scores<kVectors> scores(p_, mask_, alibi_, first_key, offset, first_vector, state);
     const uint8_t* stays = drops_ ? stays_ + first_bits : nullptr;
     bool weighed = false;
-    if (p_.softcap == T(0)) {
+    // With ALiBi rows outgrow their maxima from block to block, up to where they stand.
+    if (p_.softcap == T(0) && p_.alibi_slopes.data == nullptr) {
       with_constant(scores.changes() || drops_, [&](auto changes) {
         weighed = weigh_in_registers<kVectors, changes() != 0>(first_key, keys, first_vector,
                                                                scores, stays, weights);
