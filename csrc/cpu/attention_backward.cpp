@@ -39,7 +39,7 @@ struct Results {
 };
 
 template <class T>
-void run(const kernels::BackwardKernels<T>& of_splits, bool splits_know_masks, const Operands& x,
+void run(const kernels::BackwardKernels<T>& of_splits, bool add_to_mask, const Operands& x,
          const Tensor& grad_out, const OptionalTensor& grad_lse, const Results& results,
          const Gradients& grads, const Needs& needs) {
   kernels::BackwardParams<T> backward{};
@@ -66,13 +66,13 @@ void run(const kernels::BackwardKernels<T>& of_splits, bool splits_know_masks, c
       backward, backward, needs,
       {of_splits.backward_row_tiles, of_splits.backward_scratch_bytes,
        of_splits.partial_grad_query_size, of_splits.backward, of_splits.sum_grad_query,
-       splits_know_masks},
+       add_to_mask},
       {kernels.mask_gradient_units, kernels.mask_gradient_scratch_bytes, kernels.mask_gradient});
   if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
 }
 
 /// The kernels that multiply in bfloat16, if there are any for this problem.
-const kernels::BackwardKernelsOf16Bits* kernels_of_16_bits(const Operands& x) {
+const kernels::BFloat16BackwardKernels* bfloat16_kernels_for(const Operands& x) {
   const auto* kernels = kernel_table().bfloat16_backward;
   if (kernels == nullptr || x.query.scalar_type() != at::kBFloat16) return nullptr;
   return kernels->takes(sizes_of<float>(x)) ? kernels : nullptr;
@@ -110,10 +110,10 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
     run<double>(kernels_for<double>(), true, x, with_unit_columns(incoming), dense_grad_lse,
                 of_forward, grads, needs);
   } else {
-    const auto* of_16_bits = kernels_of_16_bits(operands);
-    const kernels::BackwardKernels<float>* of_splits = of_16_bits;
-    if (of_16_bits == nullptr) of_splits = &kernels_for<float>();
-    run<float>(*of_splits, of_16_bits == nullptr, x, with_unit_columns(incoming), dense_grad_lse,
+    const auto* in_bfloat16 = bfloat16_kernels_for(operands);
+    const kernels::BackwardKernels<float>* of_splits = in_bfloat16;
+    if (in_bfloat16 == nullptr) of_splits = &kernels_for<float>();
+    run<float>(*of_splits, in_bfloat16 == nullptr, x, with_unit_columns(incoming), dense_grad_lse,
                of_forward, grads, needs);
   }
   put(grads, results);

@@ -28,7 +28,10 @@ Choice<T> choose(const Operands& x, at::ScalarType real) {
     const auto* in_bfloat16 = kernel_table().bfloat16;
     if (x.query.scalar_type() == at::kBFloat16 && in_bfloat16 != nullptr &&
         in_bfloat16->forward_reads_16_bits(sizes)) {
-      return {*in_bfloat16, readable(x, real, Reads16Bits::kAll)};
+      Operands stored = readable(x, real, Reads16Bits::kAll);
+      // The key is read in pairs: all its rows must begin like the first.
+      if (stored.key.stride(-2) % 2 != 0) stored.key = stored.key.contiguous();
+      return {*in_bfloat16, stored};
     }
   }
   const auto& kernels = kernels_for<T>();

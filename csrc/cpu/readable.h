@@ -35,9 +35,6 @@ inline Operands readable(Operands x, at::ScalarType real,
   x.query = readable(x.query, reads == Reads16Bits::kAll ? stored : real);
   x.key = readable(x.key, key_value);
   x.value = readable(x.value, key_value);
-  // The kernel that reads all in 16 bits reads the key in pairs, rows of which begin like the
-  // first.
-  if (reads == Reads16Bits::kAll && x.key.stride(-2) % 2 != 0) x.key = x.key.contiguous();
   if (x.alibi_slopes) x.alibi_slopes = x.alibi_slopes->to(real);
   if (x.sinks) x.sinks = x.sinks->to(real);
   return x;

@@ -60,7 +60,7 @@ class KernelRun {
   /// bfloat16. backward_in_bfloat16: after it, another backward.
   KernelRun(const CpuKernelTable& table, const Shape& shape, int64_t splits,
             const ForwardKernels<float>* in_bfloat16 = nullptr,
-            const BackwardKernelsOf16Bits* backward_in_bfloat16 = nullptr)
+            const BFloat16BackwardKernels* backward_in_bfloat16 = nullptr)
       : kernels_(kernels_of<T>(table)), s_(shape) {
     std::mt19937 random(7);
     std::normal_distribution<double> normal;
@@ -112,16 +112,20 @@ class KernelRun {
     const ForwardKernels<T>* forward_kernels = &kernels_;
     ForwardParams<T> forward{};
     if constexpr (sizeof(T) == 4) {
+      if (in_bfloat16 != nullptr || backward_in_bfloat16 != nullptr) {
+        const auto store = [](std::vector<T>& from, std::vector<uint16_t>& to) {
+          for (T& x : from) to.push_back(bfloat16_of(x));
+        };
+        store(q_, q16_);
+        store(k_, k16_);
+        store(v_, v16_);
+        store(g_, g16_);
+      }
       if (in_bfloat16 != nullptr) {
         forward_kernels = in_bfloat16;
-        const auto stored = [](std::vector<T>& from, std::vector<uint16_t>& to) {
-          for (T& x : from) to.push_back(bfloat16_of(x));
-          return reinterpret_cast<const T*>(to.data());
-        };
-        p.query.data = stored(q_, q16_);
-        p.key.data = stored(k_, k16_);
-        p.value.data = stored(v_, v16_);
-        stored(g_, g16_);
+        p.query.data = reinterpret_cast<const T*>(q16_.data());
+        p.key.data = reinterpret_cast<const T*>(k16_.data());
+        p.value.data = reinterpret_cast<const T*>(v16_.data());
         p.key_value_storage = Storage::kBFloat16;
       }
     }
@@ -291,7 +295,7 @@ class KernelRun {
   }
 
   /// The backward again, from and to bfloat16.
-  void run_in_bfloat16(const BackwardKernelsOf16Bits& kernels, BackwardParams<float> backward) {
+  void run_in_bfloat16(const BFloat16BackwardKernels& kernels, BackwardParams<float> backward) {
     ASSERT_TRUE(kernels.takes(backward.problem));
     const auto pointer = [](std::vector<uint16_t>& x) { return reinterpret_cast<T*>(x.data()); };
     backward.problem.query.data = pointer(q16_);
@@ -445,8 +449,9 @@ TEST_P(Kernels, ProductsInBFloat16) {
   }
 }
 
-TEST_P(Kernels, BackwardInBFloat16) {
-  if (table_->bfloat16_backward == nullptr) GTEST_SKIP() << "has none";
+/// By those that multiply in it, if there are any, and by those that convert it.
+TEST_P(Kernels, BackwardOfBFloat16) {
+  const BFloat16BackwardKernels converting{table_->float32, [](const auto&) { return true; }};
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
   const Shape shapes[] = {
       {1, 1, 17, 33, 8, 8, causal},       {1, 1, 50, 300, 20, 17, all},
@@ -458,12 +463,14 @@ TEST_P(Kernels, BackwardInBFloat16) {
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {
       if (splits > (shape.keys + 95) / 96) continue;
-      const auto errors =
-          KernelRun<float>(*table_, shape, splits, table_->bfloat16, table_->bfloat16_backward)
-              .errors();
-      // Gradients are up to 16, of which rounding takes 2^-5 at most.
-      EXPECT_LT(errors.gradients, 3.5e-2)
-          << "queries " << shape.queries << " keys " << shape.keys << " splits " << splits;
+      for (const auto* kernels : {&converting, table_->bfloat16_backward}) {
+        if (kernels == nullptr) continue;
+        const auto* forward = kernels == &converting ? nullptr : table_->bfloat16;
+        const auto errors = KernelRun<float>(*table_, shape, splits, forward, kernels).errors();
+        // Gradients are up to 16, of which rounding takes 2^-5 at most.
+        EXPECT_LT(errors.gradients, 3.5e-2)
+            << "queries " << shape.queries << " keys " << shape.keys << " splits " << splits;
+      }
     }
   }
 }

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/backward_rows.inc.h"
-#include "kernels/cpu/spread_rows.inc.h"
+#include "kernels/cpu/block_rows.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 
 // P and dS of one tile of rows and one block of keys, recomputed from lse: the common part of the

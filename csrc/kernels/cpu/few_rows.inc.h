@@ -177,18 +177,12 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
         block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, query_row, scores,
         NextRows<Stored>{block_values, p.value.row_stride, p.value_dim, block});
     const ScoreRows<T, 1, S::kWidth> block_scores(p, mask, alibi, n, 0, 0, state);
-    block_scores.cap(block, scores);
-    auto block_max = Math::minus_infinity();
-    for (int k = 0; k < block; ++k) {
-      T* s = scores + k * S::kWidth;
-      const auto score = block_scores.biased_and_kept(k, 0, S::load(s));
-      block_max = S::maximum(block_max, score);
-      S::store(s, score);
-    }
+    typename S::Number block_max[1];
+    block_scores.change(block, scores, block_max);
 
-    if (S::any_greater(block_max, softmax.max)) {
+    if (S::any_greater(block_max[0], softmax.max)) {
       alignas(64) T correction[S::kWidth];
-      S::store(correction, softmax.raise_max(block_max));
+      S::store(correction, softmax.raise_max(block_max[0]));
       for (int r = 0; r < kRows; ++r) {
         for (int64_t d = 0; d < out_row; ++d) out[r * out_row + d] *= correction[r];
       }

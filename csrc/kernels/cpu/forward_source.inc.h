@@ -1,8 +1,8 @@
 #pragma once
 
+#include "kernels/cpu/block_rows.inc.h"
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
-#include "kernels/cpu/spread_rows.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 
 // The products of a forward tile in the numbers that the query is stored in. K and V are read where

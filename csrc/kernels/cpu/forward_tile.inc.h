@@ -265,18 +265,7 @@ class ForwardTile {
           S::store(weights + k * kRows + v * S::kWidth, x);
           block_max[v] = S::maximum(block_max[v], x);
         });
-    if (scores.changes()) {
-      scores.cap(keys, weights);
-      for (auto& m : block_max) m = Math::minus_infinity();
-      for (int k = 0; k < keys; ++k) {
-        for (int v = 0; v < kVectors; ++v) {
-          T* s = weights + k * kRows + v * S::kWidth;
-          const auto score = scores.biased_and_kept(k, v, S::load(s));
-          block_max[v] = S::maximum(block_max[v], score);
-          S::store(s, score);
-        }
-      }
-    }
+    if (scores.changes()) scores.change(keys, weights, block_max);
     raise_max<kVectors>(block_max, first_vector);
     Number shift[kVectors];
     for (int v = 0; v < kVectors; ++v) shift[v] = softmax_[first_vector + v].shift();

@@ -30,8 +30,8 @@ struct BackwardKernels {
   void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 };
 
-/// Those that multiply in bfloat16.
-struct BackwardKernelsOf16Bits : BackwardKernels<float> {
+/// Those that multiply in bfloat16, which leave the mask's gradient to its own pass.
+struct BFloat16BackwardKernels : BackwardKernels<float> {
   /// Whether they are there for a problem of these sizes.
   bool (*takes)(const Problem<float>&);
 };
@@ -65,7 +65,7 @@ struct CpuKernelTable {
   const CpuKernels<double>& float64;
   /// Reads query, key and value in bfloat16, or nullptr where that has no instructions of its own.
   const ForwardKernels<float>* bfloat16;
-  const BackwardKernelsOf16Bits* bfloat16_backward;  // or nullptr
+  const BFloat16BackwardKernels* bfloat16_backward;  // or nullptr
 };
 
 namespace generic {

@@ -11,7 +11,7 @@
 namespace qkv::kernels::avx512_amx {
 
 constexpr ForwardKernels<float> bfloat16_kernels = make_forward_kernels<AmxSource>();
-constexpr BackwardKernelsOf16Bits bfloat16_backward_kernels = make_amx_backward_kernels();
+constexpr BFloat16BackwardKernels bfloat16_backward_kernels = make_amx_backward_kernels();
 
 extern const CpuKernelTable table = {"avx512_amx", avx512::float32_kernels, avx512::float64_kernels,
                                      &bfloat16_kernels, &bfloat16_backward_kernels};

@@ -111,6 +111,20 @@ class ScoreRows {
     if (softcap_ != T(0)) cap_scores<T, kVectors, kRows>(softcap_, keys, scores, slopes);
   }
 
+  /// All that happens to scores[key][row]; max takes the maxima of what is kept.
+  void change(int keys, T* scores, Number* max) const {
+    cap(keys, scores);
+    for (int v = 0; v < kVectors; ++v) max[v] = S::set(-static_cast<T>(__builtin_inff()));
+    for (int k = 0; k < keys; ++k) {
+      for (int v = 0; v < kVectors; ++v) {
+        T* s = scores + k * kRows + v * S::kWidth;
+        const auto score = biased_and_kept(k, v, S::load(s));
+        max[v] = S::maximum(max[v], score);
+        S::store(s, score);
+      }
+    }
+  }
+
   /// scores[key][row] with mask and ALiBi.
   void bias(int keys, T* scores) const {
     if (!is_biased()) return;

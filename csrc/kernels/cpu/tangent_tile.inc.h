@@ -2,13 +2,13 @@
 
 #include "kernels/band.h"
 #include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/block_rows.inc.h"
 #include "kernels/cpu/dropout_tile.inc.h"
 #include "kernels/cpu/mask_tile.inc.h"
 #include "kernels/cpu/math.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
-#include "kernels/cpu/spread_rows.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 
 // P and S' of one tile of rows and one block of keys: the common part of the derivatives along
@@ -57,13 +57,13 @@ struct TangentTile {
   const T* lse_of_rows;
   const T* lse_rest_of_rows;
   RowTile<kRows> tile;
-  T* query;          // [D][rows]
-  T* query_t;        // [D][rows], Q'
-  T* p_tile;         // [keys][rows]
-  T* scores_t;       // [keys][rows], S'
-  T* rows_of_block;  // [keys][D or Dv], of a product
-  T* cap_slopes;     // [keys][rows], f'(U)
-  T* cap_slopes_t;   // [keys][rows], its derivative f''(U) U'
+  T* query;         // [D][rows]
+  T* query_t;       // [D][rows], Q'
+  T* p_tile;        // [keys][rows]
+  T* scores_t;      // [keys][rows], S'
+  T* block_rows;    // [keys][D or Dv], of a product
+  T* cap_slopes;    // [keys][rows], f'(U)
+  T* cap_slopes_t;  // [keys][rows], its derivative f''(U) U'
   MaskTile<T, kRows> mask;
   uint8_t* stays;  // R != 0
   AlibiTile<T, kVectors> alibi;
@@ -74,8 +74,10 @@ struct TangentTile {
 
   static int64_t scratch_numbers(const Problem<T>& p) {
     const int64_t tiles = p.softcap != T(0) ? 5 : 3;
-    const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-    return 2 * p.head_dim * kRows + tiles * kTile + kBlockKeys * spread_row<T>(widest) + kTile / 8;
+    return 2 * p.head_dim * kRows + tiles * kTile + block_numbers(p) + kTile / 8;
+  }
+  static int64_t block_numbers(const Problem<T>& p) {
+    return kBlockKeys * spread_row<T>(p.head_dim > p.value_dim ? p.head_dim : p.value_dim);
   }
 
   TangentTile(const Problem<T>& problem, const Directions<T>& directions, const T* lse_numbers,
@@ -89,9 +91,8 @@ struct TangentTile {
     p_tile = query_t + p.head_dim * kRows;
     scores_t = p_tile + kTile;
     mask.bias = scores_t + kTile;
-    rows_of_block = mask.bias + kTile;
-    const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-    cap_slopes = rows_of_block + kBlockKeys * spread_row<T>(widest);
+    block_rows = mask.bias + kTile;
+    cap_slopes = block_rows + block_numbers(p);
     cap_slopes_t = cap_slopes + kTile;
     T* end_of_tiles = p.softcap != T(0) ? cap_slopes_t + kTile : cap_slopes;
     mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
@@ -211,9 +212,8 @@ struct TangentTile {
   /// c[width][rows] += aᵀ b for the rows first_key .. of a; b is [keys][rows].
   QKV_ONE_COPY void add_product(TileState state, int keys, int64_t width, const Operand<const T>& a,
                                 int64_t first_key, const T* b, T* c) const {
-    const Rows<T> rows =
-        spread_rows<T>({tile.keys_of_head(a) + first_key * a.row_stride, a.row_stride}, keys, width,
-                       rows_of_block);
+    const Rows<T> rows = spread_rows<T>(
+        {tile.keys_of_head(a) + first_key * a.row_stride, a.row_stride}, keys, width, block_rows);
     if (state == TileState::kPartial && !all_finite<T>(rows.first, rows.stride, keys, width)) {
       multiply_add_kept_keys<T, kVectors>(keys, width, rows.first, rows.stride, b, mask.bits, c);
       return;
