@@ -52,7 +52,6 @@ void run_heads(const kernels::BackwardBackwardParams<T>& params, const Tensors& 
 
 template <class T>
 void run(const Tensors& t) {
-  const auto& kernels = kernels_for<T>();
   kernels::JvpParams<T> jvp{};
   kernels::BackwardBackwardParams<T> second{};
   kernels::BackwardParams<T>& backward = second.backward;
@@ -79,7 +78,9 @@ void run(const Tensors& t) {
   jvp.lse = backward.lse;
   jvp.lse_rest = backward.lse_rest;
   jvp.lse_t = static_cast<T*>(t.lse_t.data_ptr());
-  run_jvp(jvp);
+  const auto& kernels = kernels_for<T>();
+  const kernels::TangentKernels<T>& tangents = tangent_kernels_for(backward.problem);
+  run_jvp(tangents, jvp);
 
   backward.splits = number_of_splits(backward.problem.keys);
   const auto slope_gradient = c10::GetCPUAllocator()->allocate(
@@ -88,9 +89,9 @@ void run(const Tensors& t) {
   if (backward.problem.keys > 0) {
     run_gradients<T, kernels::BackwardBackwardParams<T>>(
         backward, second, t.needs,
-        {kernels.backward_row_tiles, kernels.backward_backward_scratch_bytes,
-         kernels.partial_grad_query_t_size, kernels.backward_backward, kernels.sum_grad_query_t,
-         /*add_to_mask=*/true},
+        {kernels.backward_row_tiles, tangents.backward_backward_scratch_bytes,
+         tangents.partial_grad_query_t_size, tangents.backward_backward, tangents.sum_grad_query_t,
+         /*add_to_mask=*/&tangents == &kernels},
         {kernels.mask_gradient_units, kernels.mask_gradient_t_scratch_bytes,
          kernels.mask_gradient_t});
   }
@@ -123,22 +124,21 @@ TensorTuple<8> attention_backward_backward(
   for (const Heads& heads : ranges_of_heads(x, needs_of_operands)) {
     Tensors t;
     t.needs = needs_of_operands;
-    t.x = readable(heads.of(x), real);
+    t.x = readable(heads.of(x), real, Reads16Bits::kAll);
     t.cotangents = readable(heads.of(cotangents), real);
-    t.grad_out = readable(heads.of_rows(grad_out), real);
+    t.grad_out = with_unit_columns(heads.of_rows(grad_out));
     if (grad_lse) t.grad_lse = heads.of_scalars(*grad_lse);
     t.out = exact_output(heads.of_rows(out), heads.of_rows(out_rest), real);
     t.lse = heads.of_scalars(lse);
     t.lse_rest = heads.of_scalars(lse_rest);
     t.out_t = at::empty_like(t.out);
     t.lse_t = at::empty_like(t.lse);
-    // As in the backward: sums in the numbers that they are taken in, rounded once.
     const Gradients to = heads.of(of_operands, t.needs);
-    t.grads = writable(to, real);
+    t.grads = to;
+    // As in the backward: a sum over heads is rounded once.
+    if (t.needs[3]) t.grads[3] = writable(to[3], real).zero_();
     if (x.key.size(-2) == 0) {
       for (size_t i = 0; i < 5; ++i) t.grads[i].zero_();
-    } else if (t.needs[3]) {
-      t.grads[3].zero_();
     }
     if (real == at::kDouble) {
       run<double>(t);

@@ -16,13 +16,6 @@
 
 namespace qkv::cpu {
 
-/// Where kernels write what goes to `results`.
-inline Gradients writable(const Gradients& results, at::ScalarType real) {
-  Gradients grads;
-  for (size_t i = 0; i < grads.size(); ++i) grads[i] = qkv::writable(results[i], real);
-  return grads;
-}
-
 /// To `results`, unless they are there.
 inline void put(const Gradients& grads, const Gradients& results) {
   for (size_t i = 0; i < grads.size(); ++i) {

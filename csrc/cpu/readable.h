@@ -46,10 +46,10 @@ inline Tensor exact_output(const Tensor& out, const Tensor& out_rest, at::Scalar
   return has_16_bits(out) ? with_unit_columns(x.add(out_rest)) : x;
 }
 
-/// Tangents as the kernels read them.
+/// Tangents as the kernels read them: those of query, key and value as they are stored.
 inline Tangents readable(Tangents tangents, at::ScalarType real) {
-  for (size_t i = 0; i < 3; ++i) {  // query, key, value
-    if (tangents[i]) tangents[i] = readable(*tangents[i], real);
+  for (size_t i = 0; i < 3; ++i) {
+    if (tangents[i]) tangents[i] = with_unit_columns(*tangents[i]);
   }
   for (size_t i = 3; i < tangents.size(); ++i) {
     if (tangents[i]) tangents[i] = converted(*tangents[i], real);

@@ -257,10 +257,10 @@ inline void add_splits(const BackwardParams<T>& params, int64_t head, int64_t ti
   }
 }
 
-/// dQ of one tile of rows.
+/// dQ of one tile of rows, of which each split left dQᵀ in `size` numbers.
 template <class T, int kVectors>
 inline void sum_splits(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
-                       void* scratch) {
+                       int64_t size, void* scratch) {
   constexpr int kRows = kVectors * Simd<T>::kWidth;
   const Problem<T>& p = params.problem;
   const int64_t tiles = backward_row_tiles(p);
@@ -271,7 +271,7 @@ inline void sum_splits(const BackwardParams<T>& params, int64_t first_head, int6
   const auto tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, t * kRows);
 
   T* sum = static_cast<T*>(scratch);
-  add_splits(params, head, tiles, t, p.head_dim * kRows, sum);
+  add_splits(params, head, tiles, t, size, sum);
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
   tile.unpack_transposed(sum, p.head_dim, scale_of_row, params.grad_query, p.key_value_storage);
@@ -308,7 +308,8 @@ template <class T>
 inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                            void* scratch) {
   with_backward_vectors(params.problem, [&](auto vectors) {
-    sum_splits<T, vectors()>(params, first_head, unit, scratch);
+    const int64_t size = params.problem.head_dim * vectors() * Simd<T>::kWidth;
+    sum_splits<T, vectors()>(params, first_head, unit, size, scratch);
   });
 }
 

@@ -1,7 +1,8 @@
 #pragma once
 
-#include "kernels/cpu/attention_backward.inc.h"
+#include "kernels/cpu/attention_jvp.inc.h"
 #include "kernels/cpu/head_gradient.inc.h"
+#include "kernels/cpu/isa.h"
 #include "kernels/cpu/mask_gradient.inc.h"
 #include "kernels/cpu/tangent_tile.inc.h"
 
@@ -27,20 +28,21 @@
 namespace qkv::kernels::QKV_ISA {
 
 /// dS, dS' and R ∘ P' of one tile of rows and one block of keys.
-template <class T>
-struct BackwardTangentTile : TangentTile<T> {
-  using Base = TangentTile<T>;
-  using S = Simd<T>;
-  using Number = typename S::Number;
+template <class Products>
+struct BackwardTangentTile : TangentTile<Products> {
+  using Base = TangentTile<Products>;
   using Base::along;
   using Base::kRows;
   using Base::kTile;
   using Base::lse;
   using Base::p;
+  using Base::products;
   using Base::tile;
+  using typename Base::Number;
+  using typename Base::S;
+  using typename Base::T;
 
   const BackwardBackwardParams<T>& second;
-  T* grad_out;   // [Dv][rows]
   T* ds_tile;    // [keys][rows], over dP; dU after through_softcap
   T* ds_t_tile;  // [keys][rows], over dP'; dU' after through_softcap
   T* end_of_scratch;
@@ -48,18 +50,18 @@ struct BackwardTangentTile : TangentTile<T> {
   alignas(64) T delta[kRows];
   alignas(64) T delta_t[kRows];
 
-  static int64_t scratch_numbers(const Problem<T>& p) {
-    return Base::scratch_numbers(p) + p.value_dim * kRows + 2 * kTile;
+  static int64_t scratch_numbers(const Problem<T>& p, int64_t kept_keys) {
+    return Base::scratch_numbers(p, /*has_grad_out=*/true, kept_keys) + 2 * kTile;
   }
 
-  BackwardTangentTile(const BackwardBackwardParams<T>& params, T* scratch)
+  /// kept: the keys that all tiles of rows meet, or none.
+  BackwardTangentTile(const BackwardBackwardParams<T>& params, KeyRange kept, T* scratch)
       : Base(params.backward.problem, params.directions, params.backward.lse,
-             params.backward.lse_rest, scratch),
+             params.backward.lse_rest, scratch, params.backward.grad_out, kept),
         second(params) {
-    grad_out = Base::end_of_scratch;
-    ds_tile = grad_out + p.value_dim * kRows;
+    ds_tile = Base::end_of_scratch;
     ds_t_tile = ds_tile + kTile;
-    end_of_scratch = scratch + scratch_numbers(p);
+    end_of_scratch = ds_t_tile + kTile;
   }
 
   /// Whether there is a P'.
@@ -68,16 +70,17 @@ struct BackwardTangentTile : TangentTile<T> {
   QKV_ONE_COPY void load_rows() {
     Base::load_rows();
     const BackwardParams<T>& backward = second.backward;
-    tile.pack_transposed(backward.grad_out, p.value_dim, T(1), grad_out);
     for (int r = 0; r < kRows; ++r) lse_t[r] = delta[r] = delta_t[r] = T(0);
-    for (int r = 0; r < tile.rows; ++r) {
-      const int64_t scalar = tile.scalar(p, r);
-      const T* grad = tile.row(backward.grad_out, r);
-      lse_t[r] = second.lse_t[scalar];
-      delta[r] = dot<T>(grad, tile.row(backward.out, r), p.value_dim);
-      if (backward.grad_lse != nullptr) delta[r] -= backward.grad_lse[scalar];
-      delta_t[r] = dot<T>(grad, tile.row(second.out_t, r), p.value_dim);
-    }
+    with_stored<T>(p.key_value_storage, [&](auto stored) {
+      for (int r = 0; r < tile.rows; ++r) {
+        const int64_t scalar = tile.scalar(p, r);
+        const auto* grad = tile.template stored_row<decltype(stored)>(backward.grad_out, r);
+        lse_t[r] = second.lse_t[scalar];
+        delta[r] = dot<T>(grad, tile.row(backward.out, r), p.value_dim);
+        if (backward.grad_lse != nullptr) delta[r] -= backward.grad_lse[scalar];
+        delta_t[r] = dot<T>(grad, tile.row(second.out_t, r), p.value_dim);
+      }
+    });
   }
 
   QKV_ONE_COPY TileState load_block(int64_t first_key, int keys) {
@@ -85,12 +88,12 @@ struct BackwardTangentTile : TangentTile<T> {
     if (state == TileState::kEmpty) return state;
     const int64_t size = static_cast<int64_t>(keys) * kRows;
     if (weights_move()) {
-      this->product(keys, p.value_dim, p.value, first_key, grad_out, ds_tile);
+      products.multiply(kValue, kGradOut, ds_tile, /*add=*/false);
     } else {
       set_to_zero(ds_tile, size);
     }
     if (along.value.data != nullptr) {
-      this->product(keys, p.value_dim, along.value, first_key, grad_out, ds_t_tile);
+      products.multiply(kValueT, kGradOut, ds_t_tile, /*add=*/false);
     } else {
       set_to_zero(ds_t_tile, size);
     }
@@ -142,34 +145,38 @@ struct BackwardTangentTile : TangentTile<T> {
   }
 };
 
-/// As partial_grad_query_size, for tiles of one width.
-template <class T>
-inline int64_t partial_grad_query_t_size(const BackwardBackwardParams<T>& params) {
-  const Problem<T>& p = params.backward.problem;
-  return params.backward.splits * TangentTile<T>::tiles_of_head(p) * p.head_dim *
-         TangentTile<T>::kRows;
+/// Numbers of dQ'ᵀ of one tile of rows.
+template <class Products, class T>
+inline int64_t grad_query_t_size(const Problem<T>& p) {
+  return Products::sum_rows(p.head_dim) * Products::kRows;
 }
 
-template <class T>
+/// As partial_grad_query_size, for tiles of one width.
+template <class Products, class T>
+inline int64_t partial_grad_query_t_size(const BackwardBackwardParams<T>& params) {
+  const Problem<T>& p = params.backward.problem;
+  return params.backward.splits * TangentTile<Products>::tiles_of_head(p) *
+         grad_query_t_size<Products>(p);
+}
+
+template <class Products, class T>
 inline int64_t backward_backward_scratch_bytes(const BackwardBackwardParams<T>& params) {
-  using Work = BackwardTangentTile<T>;
   const Problem<T>& p = params.backward.problem;
   const int64_t splits = params.backward.splits;
-  const int64_t key_width = round_up_to_vector<T>(p.head_dim);
-  const int64_t value_width = round_up_to_vector<T>(p.value_dim);
+  const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
   const int64_t longest_split = (backward_blocks(p) + splits - 1) / splits * kBackwardBlockKeys;
-  const int64_t numbers = Work::scratch_numbers(p) +
-                          (p.head_dim + 2 * key_width + value_width) * Work::kRows +
-                          (key_width + value_width) * longest_split;
+  const int64_t numbers = BackwardTangentTile<Products>::scratch_numbers(p, longest_split) +
+                          grad_query_t_size<Products>(p) + widths * longest_split;
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
 /// One range of keys of one key/value head. Units count the splits of first_head, then of the next
 /// head; partial_grad_query begins with first_head.
-template <class T>
+template <class Products, class T>
 inline void attention_backward_backward(const BackwardBackwardParams<T>& params, int64_t first_head,
                                         int64_t unit, void* scratch) {
-  using Work = BackwardTangentTile<T>;
+  using S = Simd<T>;
+  using Work = BackwardTangentTile<Products>;
   constexpr int kRows = Work::kRows;
   const BackwardParams<T>& backward = params.backward;
   const Problem<T>& p = backward.problem;
@@ -186,16 +193,16 @@ inline void attention_backward_backward(const BackwardBackwardParams<T>& params,
   const bool need_key = backward.grad_key.data != nullptr;
   const bool query_moves = along.query.data != nullptr;
 
-  Work work(params, static_cast<T*>(scratch));
+  Work work(params, keys, static_cast<T*>(scratch));
+  Products& products = work.products;
   const bool need_value = backward.grad_value.data != nullptr && work.weights_move();
-  T* query_rows = work.end_of_scratch;                      // [rows][D], scaled
-  T* query_t_rows = query_rows + kRows * key_width;         // [rows][D], scaled
-  T* grad_out_rows = query_t_rows + kRows * key_width;      // [rows][Dv]
-  T* own_grad_query = grad_out_rows + kRows * value_width;  // [D][rows]
-  T* grad_key = own_grad_query + p.head_dim * kRows;        // [keys of the split][D]
-  T* grad_value = grad_key + (keys.end - keys.begin) * key_width;
-  set_to_zero(grad_key, (keys.end - keys.begin) * (key_width + value_width));
-  if (!query_moves) set_to_zero(query_t_rows, kRows * key_width);
+  const int64_t grad_query_size = grad_query_t_size<Products>(p);
+  const int64_t of_keys =
+      (keys.end - keys.begin + kBackwardBlockKeys - 1) / kBackwardBlockKeys * kBackwardBlockKeys;
+  T* own_grad_query = work.end_of_scratch;         // [D][rows]
+  T* grad_key = own_grad_query + grad_query_size;  // [keys of the split][D]
+  T* grad_value = grad_key + of_keys * key_width;
+  set_to_zero(grad_key, of_keys * (key_width + value_width));
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
   alignas(64) T slope_gradient[kRows];
@@ -205,25 +212,15 @@ inline void attention_backward_backward(const BackwardBackwardParams<T>& params,
     const RowTile<kRows>& tile = work.tile;
     T* grad_query = backward.splits == 1
                         ? own_grad_query
-                        : backward.partial_grad_query + (unit * tiles + t) * p.head_dim * kRows;
-    if (need_query) set_to_zero(grad_query, p.head_dim * kRows);
+                        : backward.partial_grad_query + (unit * tiles + t) * grad_query_size;
+    if (need_query) set_to_zero(grad_query, grad_query_size);
 
     const KeyRange range = work.keys_of_rows().intersection(keys);
-    Lazily rows_finite([&] {
-      return all_finite<T>(query_rows, key_width, 2 * kRows, key_width) &&
-             all_finite<T>(grad_out_rows, value_width, kRows, value_width);
-    });
-    if (!range.empty()) {
-      work.load_rows();
-      tile.pack(p.query, p.head_dim, p.scale, query_rows, key_width);
-      if (query_moves) tile.pack(along.query, p.head_dim, p.scale, query_t_rows, key_width);
-      tile.pack(backward.grad_out, p.value_dim, T(1), grad_out_rows, value_width);
-    }
-
+    if (!range.empty()) work.load_rows();
     set_to_zero(slope_gradient, kRows);
-    for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
+    for (int64_t n = Products::first_key(range.begin); n < range.end; n += Work::kBlockKeys) {
       const int block =
-          range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
+          range.end - n < Work::kBlockKeys ? static_cast<int>(range.end - n) : Work::kBlockKeys;
       const TileState state = work.load_block(n, block);
       if (state == TileState::kEmpty) continue;
       if (backward.grad_mask.data != nullptr) {
@@ -234,63 +231,61 @@ inline void attention_backward_backward(const BackwardBackwardParams<T>& params,
       }
       if (p.softcap != T(0)) work.through_softcap(state, block);
 
-      // c[keys][width] += aᵀ rows
-      const auto add_rows = [&](const T* a, const T* rows, int64_t width, T* c) {
-        if (state == TileState::kPartial && !rows_finite()) {
-          multiply_add_kept_rows<T, kRows>(block, a, rows, work.mask.bits, c, width);
-        } else {
-          multiply_add_rows<T, kRows>(block, tile.rows, a, rows, width, c);
-        }
-      };
       T* block_grad_key = grad_key + (n - keys.begin) * key_width;
       T* block_grad_value = grad_value + (n - keys.begin) * value_width;
-      if (need_value) add_rows(work.p_tile, grad_out_rows, value_width, block_grad_value);
-      if (need_key) add_rows(work.ds_t_tile, query_rows, key_width, block_grad_key);
-      if (need_key && query_moves) {
-        add_rows(work.ds_tile, query_t_rows, key_width, block_grad_key);
-      }
-
+      if (need_value) products.add_to_keys(kGradOut, work.p_tile, block_grad_value);
+      if (need_key) products.add_to_keys(kQuery, work.ds_t_tile, block_grad_key);
+      if (need_key && query_moves) products.add_to_keys(kQueryT, work.ds_tile, block_grad_key);
       if (!need_query) continue;
-      work.add_product(state, block, p.head_dim, p.key, n, work.ds_t_tile, grad_query);
-      if (along.key.data != nullptr) {
-        work.add_product(state, block, p.head_dim, along.key, n, work.ds_tile, grad_query);
-      }
+      products.add_to_rows(kKey, work.ds_t_tile, grad_query);
+      if (along.key.data != nullptr) products.add_to_rows(kKeyT, work.ds_tile, grad_query);
     }
     if (backward.slope_gradient_of_rows != nullptr) {
       T* of_rows = backward.slope_gradient_of_rows + split * p.batch * p.query_heads * p.queries;
       for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p, r)] = slope_gradient[r];
     }
     if (need_query && backward.splits == 1) {
-      tile.unpack_transposed(grad_query, p.head_dim, scale_of_row, backward.grad_query);
+      tile.unpack_transposed(grad_query, p.head_dim, scale_of_row, backward.grad_query,
+                             p.key_value_storage);
     }
   }
 
   const auto write = [&](const T* from, int64_t width, int64_t columns, const Operand<T>& to) {
     if (to.data == nullptr) return;
-    write_rows(from, width, keys.end - keys.begin, columns,
-               work.tile.keys_of_head(to) + keys.begin * to.row_stride, to);
+    with_stored<T>(p.key_value_storage, [&](auto stored) {
+      auto* head_rows = work.tile.template stored_keys_of_head<decltype(stored)>(to);
+      write_rows(from, width, keys.end - keys.begin, columns,
+                 head_rows + keys.begin * to.row_stride, to);
+    });
   };
+  const auto scale = S::set(p.scale);
+  for (int64_t x = 0; x < of_keys * key_width; x += S::kWidth) {
+    S::store(grad_key + x, S::load(grad_key + x) * scale);
+  }
   write(grad_key, key_width, p.head_dim, backward.grad_key);
   write(grad_value, value_width, p.value_dim, backward.grad_value);
 }
 
 /// dQ' of one tile of rows: the parts of all splits, added in order.
-template <class T>
+template <class Products, class T>
 inline void sum_grad_query_t(const BackwardBackwardParams<T>& params, int64_t first_head,
                              int64_t unit, void* scratch) {
-  sum_splits<T, kBackwardVectors>(params.backward, first_head, unit, scratch);
+  sum_splits<T, Products::kRows / Simd<T>::kWidth>(
+      params.backward, first_head, unit, grad_query_t_size<Products>(params.backward.problem),
+      scratch);
 }
 
 template <class T>
 inline int64_t mask_gradient_t_scratch_bytes(const BackwardBackwardParams<T>& params) {
-  return BackwardTangentTile<T>::scratch_numbers(params.backward.problem) *
+  using Work = BackwardTangentTile<VectorProducts<T>>;
+  return Work::scratch_numbers(params.backward.problem, /*kept_keys=*/0) *
          static_cast<int64_t>(sizeof(T));
 }
 
 /// dmask' = dS', summed as dmask is.
 template <class T>
 inline void mask_gradient_t(const BackwardBackwardParams<T>& params, int64_t unit, void* scratch) {
-  BackwardTangentTile<T> work(params, static_cast<T*>(scratch));
+  BackwardTangentTile<VectorProducts<T>> work(params, {0, 0}, static_cast<T*>(scratch));
   sum_over_mask(work.p, params.backward.grad_mask, unit, work, work.ds_t_tile);
 }
 
@@ -309,13 +304,28 @@ inline void sink_gradient_t(const BackwardBackwardParams<T>& params, double* gra
     const int64_t scalar = unit * p.queries + i;
     if (backward.lse[scalar] == -static_cast<T>(__builtin_inff())) continue;
     const T weight = sink_weight(sink, backward.lse[scalar], backward.lse_rest[scalar]);
-    T delta = head.dot_with_output(backward.grad_out, backward.out, i);
+    T delta{}, delta_t{};
+    with_stored<T>(p.key_value_storage, [&](auto stored) {
+      using Stored = decltype(stored);
+      delta = head.template dot_with_exact_output<Stored>(backward.grad_out, backward.out, i);
+      delta_t = head.template dot_with_exact_output<Stored>(backward.grad_out, params.out_t, i);
+    });
     if (backward.grad_lse != nullptr) delta -= backward.grad_lse[scalar];
-    const T delta_t = head.dot_with_output(backward.grad_out, params.out_t, i);
     const T moved = (sink_t - params.lse_t[scalar]) * delta + delta_t;
     sum -= static_cast<double>(weight) * static_cast<double>(moved);
   }
   grad_sinks[unit] = sum;
+}
+
+template <class Products, class T = typename Products::Number>
+constexpr TangentKernels<T> make_tangent_kernels() {
+  return {jvp_units<Products, T>,
+          jvp_scratch_bytes<Products, T>,
+          attention_jvp<Products, T>,
+          backward_backward_scratch_bytes<Products, T>,
+          partial_grad_query_t_size<Products, T>,
+          attention_backward_backward<Products, T>,
+          sum_grad_query_t<Products, T>};
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -20,24 +20,26 @@
 namespace qkv::kernels::QKV_ISA {
 
 /// One unit of work is one tile of rows of one key/value head.
-template <class T>
+template <class Products, class T>
 inline int64_t jvp_units(const JvpParams<T>& params) {
   const Problem<T>& p = params.problem;
-  return p.batch * p.kv_heads * TangentTile<T>::tiles_of_head(p);
+  return p.batch * p.kv_heads * TangentTile<Products>::tiles_of_head(p);
 }
 
-template <class T>
+template <class Products, class T>
 inline int64_t jvp_scratch_bytes(const JvpParams<T>& params) {
-  using Work = TangentTile<T>;
+  using Work = TangentTile<Products>;
   const Problem<T>& p = params.problem;
-  return (Work::scratch_numbers(p) + p.value_dim * Work::kRows) * static_cast<int64_t>(sizeof(T));
+  const int64_t numbers = Work::scratch_numbers(p, /*has_grad_out=*/false, /*kept_keys=*/0) +
+                          Products::sum_rows(p.value_dim) * Work::kRows;
+  return numbers * static_cast<int64_t>(sizeof(T));
 }
 
 /// Tiles of a head run from the last to the first, as in the forward.
-template <class T>
+template <class Products, class T>
 inline void attention_jvp(const JvpParams<T>& params, int64_t unit, void* scratch) {
   using S = Simd<T>;
-  using Work = TangentTile<T>;
+  using Work = TangentTile<Products>;
   using Number = typename S::Number;
   const Problem<T>& p = params.problem;
   const Directions<T>& along = params.directions;
@@ -50,7 +52,7 @@ inline void attention_jvp(const JvpParams<T>& params, int64_t unit, void* scratc
       RowTile<Work::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, first_row);
   const auto& tile = work.tile;
   T* out_t = work.end_of_scratch;  // [Dv][rows], without - lse' ∘ O
-  set_to_zero(out_t, p.value_dim * Work::kRows);
+  set_to_zero(out_t, Products::sum_rows(p.value_dim) * Work::kRows);
   alignas(64) T lse_t[Work::kRows] = {};
 
   const auto weigh = [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
@@ -66,18 +68,14 @@ inline void attention_jvp(const JvpParams<T>& params, int64_t unit, void* scratc
   const bool keys_move = work.scores_move() || along.value.data != nullptr;
   if (keys_move && !range.empty()) {
     work.load_rows();
-    for (int64_t n = first_of_eight(range.begin); n < range.end; n += Work::kBlockKeys) {
+    for (int64_t n = Products::first_key(range.begin); n < range.end; n += Work::kBlockKeys) {
       const int block =
           range.end - n < Work::kBlockKeys ? static_cast<int>(range.end - n) : Work::kBlockKeys;
       const TileState state = work.load_block(n, block);
       if (state == TileState::kEmpty) continue;
       work.for_each_pair(state, block, weigh);
-      if (work.scores_move()) {
-        work.add_product(state, block, p.value_dim, p.value, n, work.scores_t, out_t);
-      }
-      if (along.value.data != nullptr) {
-        work.add_product(state, block, p.value_dim, along.value, n, work.p_tile, out_t);
-      }
+      if (work.scores_move()) work.products.add_to_rows(kValue, work.scores_t, out_t);
+      if (along.value.data != nullptr) work.products.add_to_rows(kValueT, work.p_tile, out_t);
     }
   }
 

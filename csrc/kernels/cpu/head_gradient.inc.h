@@ -36,6 +36,16 @@ struct HeadRows {
            head * x.head_stride + i * x.row_stride;
   }
 
+  /// <grad_i, out_i>, where out is as exact as T.
+  template <class Stored>
+  T dot_with_exact_output(const Operand<const T>& grad, const Operand<const T>& out,
+                          int64_t i) const {
+    const T* out_i = row(out, i);
+    bool all_zero = true;
+    for (int64_t d = 0; d < width; ++d) all_zero &= out_i[d] == T(0);
+    return all_zero ? T(0) : dot<T>(row<Stored>(grad, i), out_i, width);
+  }
+
   /// <grad_i, out_i>. An output of zeros is that of a row without keys, whose incoming gradient may
   /// be NaN.
   template <class Stored = T>

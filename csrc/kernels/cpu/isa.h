@@ -30,20 +30,9 @@ struct BackwardKernels {
   void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 };
 
-/// Those that multiply in bfloat16, which leave the mask's gradient to its own pass.
-struct BFloat16BackwardKernels : BackwardKernels<float> {
-  /// Whether they are there for a problem of these sizes.
-  bool (*takes)(const Problem<float>&);
-};
-
+/// Derivatives along directions: of the forward and of the backward.
 template <class T>
-struct CpuKernels : ForwardKernels<T>, BackwardKernels<T> {
-  int64_t (*mask_gradient_units)(const Problem<T>&, const Operand<T>& grad_mask);
-  int64_t (*mask_gradient_scratch_bytes)(const BackwardParams<T>&);
-  void (*mask_gradient)(const BackwardParams<T>&, int64_t unit, void* scratch);
-
-  void (*head_gradient)(const HeadGradientParams<T>&, int64_t unit);
-
+struct TangentKernels {
   int64_t (*jvp_units)(const JvpParams<T>&);
   int64_t (*jvp_scratch_bytes)(const JvpParams<T>&);
   void (*jvp)(const JvpParams<T>&, int64_t unit, void* scratch);
@@ -54,10 +43,29 @@ struct CpuKernels : ForwardKernels<T>, BackwardKernels<T> {
                             void* scratch);
   void (*sum_grad_query_t)(const BackwardBackwardParams<T>&, int64_t first_head, int64_t unit,
                            void* scratch);
+};
+
+template <class T>
+struct CpuKernels : ForwardKernels<T>, BackwardKernels<T>, TangentKernels<T> {
+  int64_t (*mask_gradient_units)(const Problem<T>&, const Operand<T>& grad_mask);
+  int64_t (*mask_gradient_scratch_bytes)(const BackwardParams<T>&);
+  void (*mask_gradient)(const BackwardParams<T>&, int64_t unit, void* scratch);
   int64_t (*mask_gradient_t_scratch_bytes)(const BackwardBackwardParams<T>&);
   void (*mask_gradient_t)(const BackwardBackwardParams<T>&, int64_t unit, void* scratch);
+
+  void (*head_gradient)(const HeadGradientParams<T>&, int64_t unit);
   void (*sink_gradient_t)(const BackwardBackwardParams<T>&, double* grad_sinks, int64_t unit);
 };
+
+/// Those that multiply in bfloat16, and leave the mask's gradient to its own pass.
+template <class Kernels>
+struct BFloat16Kernels : Kernels {
+  /// Whether they are there for a problem of these sizes.
+  bool (*takes)(const Problem<float>&);
+};
+
+using BFloat16BackwardKernels = BFloat16Kernels<BackwardKernels<float>>;
+using BFloat16TangentKernels = BFloat16Kernels<TangentKernels<float>>;
 
 struct CpuKernelTable {
   const char* isa;
@@ -66,6 +74,7 @@ struct CpuKernelTable {
   /// Reads query, key and value in bfloat16, or nullptr where that has no instructions of its own.
   const ForwardKernels<float>* bfloat16;
   const BFloat16BackwardKernels* bfloat16_backward;  // or nullptr
+  const BFloat16TangentKernels* bfloat16_tangents;   // or nullptr
 };
 
 namespace generic {

@@ -11,7 +11,8 @@ namespace qkv::kernels::avx512_bf16 {
 
 constexpr ForwardKernels<float> bfloat16_kernels = make_forward_kernels<BFloat16Source>();
 
-extern const CpuKernelTable table = {"avx512_bf16", avx512::float32_kernels,
-                                     avx512::float64_kernels, &bfloat16_kernels, nullptr};
+extern const CpuKernelTable table = {
+    "avx512_bf16", avx512::float32_kernels, avx512::float64_kernels, &bfloat16_kernels, nullptr,
+    nullptr};
 
 }  // namespace qkv::kernels::avx512_bf16

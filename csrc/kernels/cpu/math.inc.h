@@ -192,14 +192,16 @@ inline void set_to_zero(T* x, int64_t size) {
   for (int64_t i = 0; i < size; i += Simd<T>::kWidth) Simd<T>::store(x + i, Simd<T>::zero());
 }
 
-template <class T>
-inline T dot(const T* a, const T* b, int64_t size) {
+template <class T, class Stored>
+inline T dot(const Stored* a, const T* b, int64_t size) {
   using S = Simd<T>;
   auto sum = S::zero();
   int64_t i = 0;
-  for (; i + S::kWidth <= size; i += S::kWidth) sum = S::fma(S::load(a + i), S::load(b + i), sum);
+  for (; i + S::kWidth <= size; i += S::kWidth) {
+    sum = S::fma(load_stored<T>(a + i), S::load(b + i), sum);
+  }
   T total = S::sum(sum);
-  for (; i < size; ++i) total += a[i] * b[i];
+  for (; i < size; ++i) total += static_cast<T>(a[i]) * b[i];
   return total;
 }
 

@@ -19,19 +19,13 @@ constexpr CpuKernels<T> make_kernels() {
       make_forward_kernels<ForwardSource<T>>(),
       {backward_row_tiles<T>, backward_scratch_bytes<T>, partial_grad_query_size<T>,
        attention_backward<T>, sum_grad_query<T>},
+      make_tangent_kernels<VectorProducts<T>>(),
       mask_gradient_units<T>,
       mask_gradient_scratch_bytes<T>,
       mask_gradient<T>,
-      head_gradient<T>,
-      jvp_units<T>,
-      jvp_scratch_bytes<T>,
-      attention_jvp<T>,
-      backward_backward_scratch_bytes<T>,
-      partial_grad_query_t_size<T>,
-      attention_backward_backward<T>,
-      sum_grad_query_t<T>,
       mask_gradient_t_scratch_bytes<T>,
       mask_gradient_t<T>,
+      head_gradient<T>,
       sink_gradient_t<T>,
   };
 }
@@ -41,7 +35,7 @@ constexpr CpuKernels<T> make_kernels() {
 
 extern const CpuKernels<float> float32_kernels = make_kernels<float>();
 extern const CpuKernels<double> float64_kernels = make_kernels<double>();
-extern const CpuKernelTable table = {QKV_STRING(QKV_ISA), float32_kernels, float64_kernels, nullptr,
-                                     nullptr};
+extern const CpuKernelTable table = {
+    QKV_STRING(QKV_ISA), float32_kernels, float64_kernels, nullptr, nullptr, nullptr};
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -1,15 +1,12 @@
 #pragma once
 
 #include "kernels/band.h"
-#include "kernels/cpu/backward_tile.inc.h"
-#include "kernels/cpu/block_rows.inc.h"
 #include "kernels/cpu/dropout_tile.inc.h"
 #include "kernels/cpu/mask_tile.inc.h"
 #include "kernels/cpu/math.inc.h"
-#include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
-#include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/tangent_products.inc.h"
 
 // P and S' of one tile of rows and one block of keys: the common part of the derivatives along
 // directions Q', K', mask', slope' (a prime is a derivative along them).
@@ -19,8 +16,6 @@
 //     P  = exp(S - lse)                       and, for f itself, (f'(U))' = f''(U) U'
 //
 //              rows (lanes) ->
-//     Qᵀ   D  [ ............ ]  scale folded in
-//     Q'ᵀ  D  [ ............ ]  likewise
 //     S  keys [ ............ ]  then P
 //     S' keys [ ............ ]
 
@@ -41,14 +36,13 @@ struct MarkedPairs {
 };
 
 /// There is one width, however few rows there are; but vectors without a row cost nothing.
-template <class T>
+template <class Products>
 struct TangentTile {
+  using T = typename Products::Number;
   using S = Simd<T>;
   using Number = typename S::Number;
-  static constexpr int kVectors = kBackwardVectors;
-  static constexpr int kRows = kVectors * S::kWidth;
-  static constexpr int kPieceVectors = kVectors / 2;  // of a product: what registers hold
-  static constexpr int kPiece = kPieceVectors * S::kWidth;
+  static constexpr int kRows = Products::kRows;
+  static constexpr int kVectors = kRows / S::kWidth;
   static constexpr int kBlockKeys = kBackwardBlockKeys;
   static constexpr int64_t kTile = kBlockKeys * kRows;
 
@@ -57,47 +51,42 @@ struct TangentTile {
   const T* lse_of_rows;
   const T* lse_rest_of_rows;
   RowTile<kRows> tile;
-  T* query;         // [D][rows]
-  T* query_t;       // [D][rows], Q'
+  Products products;
   T* p_tile;        // [keys][rows]
   T* scores_t;      // [keys][rows], S'
-  T* block_rows;    // [keys][D or Dv], of a product
   T* cap_slopes;    // [keys][rows], f'(U)
   T* cap_slopes_t;  // [keys][rows], its derivative f''(U) U'
   MaskTile<T, kRows> mask;
   uint8_t* stays;  // R != 0
   AlibiTile<T, kVectors> alibi;
   T* end_of_scratch;
+  T factor = T(1);  // what S and S' still lack
   alignas(64) T lse[kRows];
   alignas(64) T lse_rest[kRows];
   alignas(64) T slope_t[kRows];
 
-  static int64_t scratch_numbers(const Problem<T>& p) {
-    const int64_t tiles = p.softcap != T(0) ? 5 : 3;
-    return 2 * p.head_dim * kRows + tiles * kTile + block_numbers(p) + kTile / 8;
-  }
-  static int64_t block_numbers(const Problem<T>& p) {
-    return kBlockKeys * spread_row<T>(p.head_dim > p.value_dim ? p.head_dim : p.value_dim);
+  static int64_t scratch_numbers(const Problem<T>& p, bool has_grad_out, int64_t kept_keys) {
+    return tile_numbers(p) + Products::scratch_numbers(p, has_grad_out, kept_keys);
   }
 
+  /// grad_out and kept are for products of derived kernels.
   TangentTile(const Problem<T>& problem, const Directions<T>& directions, const T* lse_numbers,
-              const T* lse_rest_numbers, T* scratch)
+              const T* lse_rest_numbers, T* scratch, const Operand<const T>& grad_out = {},
+              KeyRange kept = {0, 0})
       : p(problem),
         along(directions),
         lse_of_rows(lse_numbers),
-        lse_rest_of_rows(lse_rest_numbers) {
-    query = scratch;
-    query_t = query + p.head_dim * kRows;
-    p_tile = query_t + p.head_dim * kRows;
+        lse_rest_of_rows(lse_rest_numbers),
+        products({problem, directions, grad_out}, kept, scratch + tile_numbers(problem)) {
+    p_tile = scratch;
     scores_t = p_tile + kTile;
     mask.bias = scores_t + kTile;
-    block_rows = mask.bias + kTile;
-    cap_slopes = block_rows + block_numbers(p);
+    cap_slopes = mask.bias + kTile;
     cap_slopes_t = cap_slopes + kTile;
     T* end_of_tiles = p.softcap != T(0) ? cap_slopes_t + kTile : cap_slopes;
     mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
     stays = mask.bits + kTile / 8;
-    end_of_scratch = scratch + scratch_numbers(p);
+    end_of_scratch = scratch + scratch_numbers(p, grad_out.data != nullptr, kept.end - kept.begin);
   }
 
   static int64_t tiles_of_head(const Problem<T>& p) {
@@ -118,10 +107,7 @@ struct TangentTile {
 
   QKV_ONE_COPY void load_rows() {
     alibi.load(p, tile);
-    tile.pack_transposed(p.query, p.head_dim, p.scale, query);
-    if (along.query.data != nullptr) {
-      tile.pack_transposed(along.query, p.head_dim, p.scale, query_t);
-    }
+    products.load_rows(tile);
     for (int r = 0; r < kRows; ++r) {
       const bool has_row = r < tile.rows;
       const int64_t scalar = has_row ? tile.scalar(p, r) : 0;
@@ -139,16 +125,14 @@ struct TangentTile {
   QKV_ONE_COPY TileState load_block(int64_t first_key, int keys) {
     const TileState state = mask.load(p, tile, first_key, keys);
     if (state == TileState::kEmpty) return state;
+    products.begin_block({first_key, keys, state, mask.bits});
+    products.multiply(kKey, kQuery, p_tile, /*add=*/false);
+    const bool of_query = along.query.data != nullptr, of_key = along.key.data != nullptr;
     const int64_t size = static_cast<int64_t>(keys) * kRows;
-    product(keys, p.head_dim, p.key, first_key, query, p_tile);
-    if (along.query.data != nullptr) {
-      product(keys, p.head_dim, p.key, first_key, query_t, scores_t);
-    } else {
-      set_to_zero(scores_t, size);
-    }
-    if (along.key.data != nullptr) {
-      product(keys, p.head_dim, along.key, first_key, query, scores_t, /*add=*/true);
-    }
+    if (of_query) products.multiply(kKey, kQueryT, scores_t, /*add=*/false);
+    if (of_key) products.multiply(kKeyT, kQuery, scores_t, /*add=*/of_query);
+    if (!of_query && !of_key) set_to_zero(scores_t, size);
+    if constexpr (!Products::kScalesScores) scale_scores(size);
     const ScoreRows<T, kVectors, kRows> rows(p, mask, alibi, first_key, 0, 0, TileState::kFull);
     rows.cap(keys, p_tile, cap_slopes);
     if (p.softcap != T(0)) move_through_softcap(size);
@@ -176,7 +160,7 @@ struct TangentTile {
     if (!partial && !drops) {
       for_each_weight(
           keys, [&](int, int at, int v, Number weight) __attribute__((always_inline)) {
-            f(at, v, AllPairs<T>{}, AllPairs<T>{}, weight, S::load(scores_t + at));
+            f(at, v, AllPairs<T>{}, AllPairs<T>{}, weight, scaled(scores_t + at));
           });
       return;
     }
@@ -188,43 +172,30 @@ struct TangentTile {
           };
           const MarkedPairs<T> kept{marked(partial, mask.bits), one};
           const MarkedPairs<T> dropped{marked(drops, stays), scale};
-          f(at, v, kept, dropped, kept(weight), kept(S::load(scores_t + at)));
+          f(at, v, kept, dropped, kept(weight), kept(scaled(scores_t + at)));
         });
   }
 
-  /// c[keys][rows] (+)= a bᵀ for the rows first_key .. of a; b is [depth][rows].
-  QKV_ONE_COPY void product(int keys, int64_t depth, const Operand<const T>& a, int64_t first_key,
-                            const T* b, T* c, bool add = false) const {
-    const T* rows = tile.keys_of_head(a) + first_key * a.row_stride;
-    for (int r = 0; r < tile.rows; r += kPiece) {
-      const T* b_r = b + r;
-      T* c_r = c + r;
-      tile_product<T, S::kBroadcastRows, kPieceVectors>(
-          0, keys, depth, rows, a.row_stride, UnitStride{}, b_r, kRows,
-          [=](int64_t k, int v) __attribute__((always_inline)) {
-            return add ? S::load(c_r + k * kRows + v * S::kWidth) : S::zero();
-          },
-          [=](int64_t k, int v, Number x)
-              __attribute__((always_inline)) { S::store(c_r + k * kRows + v * S::kWidth, x); });
-    }
+ private:
+  static int64_t tile_numbers(const Problem<T>& p) {
+    const int64_t tiles = p.softcap != T(0) ? 5 : 3;
+    return tiles * kTile + kTile / 8;
   }
 
-  /// c[width][rows] += aᵀ b for the rows first_key .. of a; b is [keys][rows].
-  QKV_ONE_COPY void add_product(TileState state, int keys, int64_t width, const Operand<const T>& a,
-                                int64_t first_key, const T* b, T* c) const {
-    const Rows<T> rows = spread_rows<T>(
-        {tile.keys_of_head(a) + first_key * a.row_stride, a.row_stride}, keys, width, block_rows);
-    if (state == TileState::kPartial && !all_finite<T>(rows.first, rows.stride, keys, width)) {
-      multiply_add_kept_keys<T, kVectors>(keys, width, rows.first, rows.stride, b, mask.bits, c);
+  /// Now, or where P is taken of them, if nothing happens to them before.
+  void scale_scores(int64_t size) {
+    factor = p.scale;
+    if (p.softcap == T(0) && !mask.has_bias(p) && p.alibi_slopes.data == nullptr &&
+        along.attn_mask.data == nullptr && along.alibi_slopes.data == nullptr) {
       return;
     }
-    for (int r = 0; r < tile.rows; r += kPiece) {
-      multiply_add<T, kPieceVectors>(width, keys, rows.first, UnitStride{}, rows.stride, b + r,
-                                     kRows, c + r, kRows);
+    for (int64_t x = 0; x < size; x += S::kWidth) {
+      S::store(p_tile + x, S::load(p_tile + x) * S::set(factor));
+      S::store(scores_t + x, S::load(scores_t + x) * S::set(factor));
     }
+    factor = T(1);
   }
 
- private:
   /// scores_t: U' -> f'(U) U', and cap_slopes_t = f''(U) U' with f'' = -2 / c² · f · f'.
   void move_through_softcap(int64_t size) {
     const auto factor = S::set(T(-2) / p.softcap), inverse = S::set(T(1) / p.softcap);
@@ -243,6 +214,11 @@ struct TangentTile {
     }
   }
 
+  QKV_INLINE Number scaled(const T* scores) const {
+    if constexpr (Products::kScalesScores) return S::load(scores);
+    return S::load(scores) * S::set(factor);
+  }
+
   template <class F>
   QKV_INLINE void for_each_weight(int keys, F f) const {
     for (int v = 0; v < vectors(); ++v) {
@@ -251,7 +227,7 @@ struct TangentTile {
       for (int k = 0; k < keys; ++k) {
         const int at = k * kRows + v * S::kWidth;
         // As in the backward: rounding can leave a score of 1e8 above its lse.
-        const auto below = S::minimum(S::zero(), S::load(p_tile + at) - row_lse - row_rest);
+        const auto below = S::minimum(S::zero(), scaled(p_tile + at) - row_lse - row_rest);
         f(k, at, v, exp_of_nonpositive<T>(below));
       }
     }

@@ -1,0 +1,297 @@
+#pragma once
+
+#include "kernels/cpu/amx_backward.inc.h"
+#include "kernels/cpu/tangent_products.inc.h"
+
+// Products of a tangent tile by AMX, of matrices in bfloat16, laid out as the backward has them
+// (amx_backward.inc.h). Tiles of the kernel (P', dS, ..) are cut into two bfloat16
+// numbers each, in squares of 32 keys and rows, and multiplied twice. Squares of which no pair is
+// kept are left out.
+//
+// What is not finite has its products by vectors.
+
+namespace qkv::kernels::QKV_ISA {
+
+class AmxProducts {
+ public:
+  using Number = float;
+  using Vectors = VectorProducts<float>;
+  static constexpr int kRows = Vectors::kRows;
+  static constexpr bool kScalesScores = false;
+
+  static int64_t first_key(int64_t begin) { return begin / kSquare * kSquare; }
+  static int64_t sum_rows(int64_t width) { return amx_columns(width) * kTileRows; }
+
+  static int64_t scratch_numbers(const Problem<float>& p, bool has_grad_out, int64_t kept_keys) {
+    const int64_t depths = amx_depths(p.head_dim), value_depths = amx_depths(p.value_dim);
+    const int64_t columns = amx_columns(p.head_dim), value_columns = amx_columns(p.value_dim);
+    const int64_t squares = squares_of(kept_keys);
+    int64_t tiles = kPartTiles + 2 * 2 * kSquares * depths + 2 * squares * 2 * depths +
+                    2 * tiles_of_flags(squares);
+    if (has_grad_out) {
+      tiles += 2 * kSquares * value_depths + kSquares * (2 * columns + value_columns) +
+               2 * squares * 2 * value_depths + squares * 2 * columns;
+    } else {
+      tiles += squares * 2 * value_columns;
+    }
+    return tiles * kTile / 2 + Vectors::scratch_numbers(p, has_grad_out, kept_keys);
+  }
+
+  AmxProducts(const TangentMatrices<float>& matrices, KeyRange kept, float* scratch)
+      : m_(matrices), kept_(kept), vectors_(matrices, kept, scratch) {
+    const bool has_grad_out = m_.has(kGradOut);
+    const int64_t squares = squares_of(kept.end - kept.begin);
+    scratch += Vectors::scratch_numbers(m_.p, has_grad_out, 0);
+    const auto take = [&](BFloat16*& part, int64_t tiles) {
+      part = reinterpret_cast<BFloat16*>(scratch);
+      scratch += tiles * kTile / 2;
+    };
+    take(parts_, kPartTiles);
+    for (int i = 0; i < kOfKeys; ++i) {
+      const auto x = OfKeys(i);
+      const bool of_scores = x == kKey || x == kKeyT;
+      if (!m_.has(x)) continue;
+      if (of_scores || has_grad_out) take(key_lines_[x], 2 * squares * depths(x));
+      if (of_scores != has_grad_out) continue;
+      take(key_columns_[x], squares * columns(x));
+      BFloat16* flags;
+      take(flags, tiles_of_flags(squares));
+      poisoned_[x] = reinterpret_cast<uint8_t*>(flags);
+    }
+    for (int i = 0; i < kOfRows; ++i) {
+      const auto y = OfRows(i);
+      if (!m_.has(y)) continue;
+      take(row_columns_[y], 2 * kSquares * depths(y));
+      if (has_grad_out) take(rows_[y], kSquares * columns(y));
+    }
+  }
+
+  QKV_ONE_COPY void load_rows(const RowTile<kRows>& tile) {
+    tile_ = &tile;
+    vectors_.begin_rows(tile);
+    for (int i = 0; i < kOfRows; ++i) {
+      const auto y = OfRows(i);
+      if (!m_.has(y)) continue;
+      rows_finite_[y] = true;
+      for (int g = 0; g * kSquare < tile.rows; ++g) {
+        Lines of_halves[2];
+        for (int l = 0; l < kSquare; ++l) {
+          const int r = g * kSquare + l;
+          of_halves[l / kTileRows][l % kTileRows] =
+              r < tile.rows ? tile.stored_row<BFloat16>(m_.rows[y], r) : nullptr;
+        }
+        for (int half = 0; half < 2; ++half) {
+          pack_pairs_of_columns(of_halves[half], m_.width(y), 1,
+                                row_columns_[y] + (2 * g + half) * depths(y) * kTile);
+        }
+        if (rows_[y] == nullptr) continue;
+        rows_finite_[y] &= pack_pairs_of_rows(of_halves[0], of_halves[1], m_.width(y),
+                                              rows_[y] + g * columns(y) * kTile);
+      }
+    }
+  }
+
+  QKV_ONE_COPY void begin_block(const TangentBlock& block) {
+    block_ = block;
+    vectors_.begin_block(block);
+    const KeyRange keys{block.first_key, block.first_key + block.keys};
+    if (keys.begin < packed_.begin || keys.end > packed_.end) {
+      packed_ = kept_.empty() ? keys : kept_;
+      for (int x = 0; x < kOfKeys; ++x) {
+        if (m_.has(OfKeys(x))) pack_keys(OfKeys(x));
+      }
+    }
+    first_square_ = (keys.begin - packed_.begin) / kSquare;
+    for (int i = 0; i < squares_of(block.keys); ++i) {
+      for (int g = 0; g < kSquares; ++g) is_empty_[i][g] = !keeps_some(i, g);
+    }
+  }
+
+  /// c[keys][rows] (+)= X Yᵀ
+  QKV_ONE_COPY void multiply(OfKeys x, OfRows y, float* c, bool add) const {
+    for (int i = 0; i < squares_of(block_.keys); ++i) {
+      for (int g = 0; g < kSquares; ++g) {
+        if (is_empty_[i][g]) continue;
+        const TileOperand a{key_lines_[x] + 2 * (first_square_ + i) * depths(x) * kTile, depths(x),
+                            0, 1};
+        const TileOperand b{row_columns_[y] + 2 * g * depths(y) * kTile, depths(y), 0, 1};
+        const TileSums sums{c + i * kSquare * kRows + g * kSquare, kRows, kTileRows * kRows,
+                            kTileRows};
+        if (add) {
+          multiply_tiles<2, 2, true, InParts::kNone>(Steps(depths(x)), a, b, sums);
+        } else {
+          multiply_tiles<2, 2, false, InParts::kNone>(Steps(depths(x)), a, b, sums);
+        }
+      }
+    }
+  }
+
+  /// c[width][rows] += Xᵀ b for b[keys][rows]
+  QKV_ONE_COPY void add_to_rows(OfKeys x, const float* b, float* c) {
+    for (int i = 0; i < squares_of(block_.keys); ++i) {
+      if (poisoned_[x][first_square_ + i]) return vectors_.add_to_rows(x, b, c);
+    }
+    for (int g = 0; g < kSquares; ++g) {
+      Steps keys;
+      for (int i = 0; i < squares_of(block_.keys); ++i) {
+        if (is_empty_[i][g]) continue;
+        keys.add(i);
+        split_into_pairs(b, i, g, parts_ + 4 * i * kTile);
+      }
+      if (keys.count() == 0) continue;
+      multiply_high(columns(x), keys,
+                    {key_columns_[x] + first_square_ * columns(x) * kTile, 1, 0, columns(x)},
+                    {parts_, 1, 2, 4}, {c + g * kSquare, kRows, kTileRows * kRows, kTileRows});
+    }
+  }
+
+  /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
+  QKV_ONE_COPY void add_to_keys(OfRows y, const float* a, float* c) {
+    if (!rows_finite_[y]) return vectors_.add_to_keys(y, a, c);
+    const int64_t width = columns(y) * kTileRows;
+    for (int i = 0; i < squares_of(block_.keys); ++i) {
+      Steps rows;
+      for (int g = 0; g < kSquares; ++g) {
+        if (is_empty_[i][g]) continue;
+        rows.add(g);
+        split_into_lines(a, i, g, parts_ + 4 * g * kTile);
+      }
+      if (rows.count() == 0) continue;
+      multiply_wide(columns(y), rows, {parts_, 1, 2, 4}, {rows_[y], 1, 0, columns(y)},
+                    {c + i * kSquare * width, width, kTileRows * width, kTileRows});
+    }
+  }
+
+ private:
+  using Lines = const BFloat16* [kTileRows];
+  static constexpr int64_t kTile = kTileRows * kTileDepth;  // numbers in bfloat16
+  static constexpr int kSquares = kRows / kSquare;
+  static constexpr int kBlockSquares = kBackwardBlockKeys / kSquare;
+  static constexpr int kPartTiles = 4 * (kSquares > kBlockSquares ? kSquares : kBlockSquares);
+
+  /// Of so many keys; if there are none, of a block.
+  static int64_t squares_of(int64_t keys) {
+    return keys == 0 ? kBlockSquares : (keys + kSquare - 1) / kSquare;
+  }
+
+  static int64_t tiles_of_flags(int64_t squares) { return (squares + kTileBytes - 1) / kTileBytes; }
+
+  template <class Matrix>
+  int64_t depths(Matrix x) const {
+    return amx_depths(m_.width(x));
+  }
+  template <class Matrix>
+  int64_t columns(Matrix x) const {
+    return amx_columns(m_.width(x));
+  }
+
+  void pack_keys(OfKeys x) {
+    const Operand<const float>& keys = m_.keys[x];
+    const BFloat16* first_row =
+        tile_->stored_keys_of_head<BFloat16>(keys) + packed_.begin * keys.row_stride;
+    const int64_t count = packed_.end - packed_.begin, width = m_.width(x);
+    const auto row = [&](int64_t k) { return k < count ? first_row + k * keys.row_stride : nullptr; };
+    for (int64_t square = 0; square < squares_of(count); ++square) {
+      Lines first, second;
+      if (key_lines_[x] != nullptr) {
+        for (int64_t half = 2 * square; half < 2 * square + 2; ++half) {
+          for (int l = 0; l < kTileRows; ++l) first[l] = row(half * kTileRows + l);
+          pack_lines(first, width, key_lines_[x] + half * depths(x) * kTile);
+        }
+      }
+      if (key_columns_[x] != nullptr) {
+        for (int l = 0; l < kTileRows; ++l) {
+          first[l] = row(square * kSquare + 2 * l);
+          second[l] = row(square * kSquare + 2 * l + 1);
+        }
+        poisoned_[x][square] =
+            !pack_columns(first, second, width, key_columns_[x] + square * columns(x) * kTile);
+      }
+    }
+  }
+
+  /// Whether a square of the block has a pair that is kept.
+  bool keeps_some(int i, int g) const {
+    if (g * kSquare >= tile_->rows) return false;
+    if (block_.state == TileState::kFull) return true;
+    auto any = _mm256_setzero_si256();
+    for (int k = i * kSquare; k < (i + 1) * kSquare && k < block_.keys; k += 8) {
+      const auto bits = _mm256_loadu_si256(
+          reinterpret_cast<const __m256i*>(block_.bits + k / 8 * kRows + g * kSquare));
+      any = _mm256_or_si256(
+          any, _mm256_and_si256(
+                   bits, _mm256_set1_epi8(static_cast<char>(bits_in_range(0, block_.keys - k)))));
+    }
+    return !_mm256_testz_si256(any, any);
+  }
+
+  /// 32 keys and rows of a tile, of which there may be fewer.
+  struct Square {
+    const float* first;
+    int keys;
+    __mmask16 lanes[2];
+
+    Square(const float* tile, int i, int g, int block_keys, int rows)
+        : first(tile + i * kSquare * kRows + g * kSquare) {
+      keys = block_keys - i * kSquare < kSquare ? block_keys - i * kSquare : kSquare;
+      const int left = rows - g * kSquare;
+      lanes[0] = first_lanes(left);
+      lanes[1] = first_lanes(left > kTileRows ? left - kTileRows : 0);
+    }
+
+    QKV_INLINE Halves load(int k, int v) const {
+      return Halves(k < keys ? _mm512_maskz_loadu_ps(lanes[v], first + k * kRows + v * kTileRows)
+                             : _mm512_setzero_ps());
+    }
+  };
+
+  Square square(const float* tile, int i, int g) const {
+    return Square(tile, i, g, block_.keys, tile_->rows);
+  }
+
+  QKV_INLINE static void store_pairs(BFloat16* tile, int line, __m512i first, __m512i second) {
+    _mm512_storeu_si512(tile + line * kTileDepth, pairs_of_upper(first, second));
+  }
+
+  /// Tiles A [2 parts][2 of keys] of 16 keys and 16 pairs of rows r and r + 16.
+  void split_into_lines(const float* tile, int i, int g, BFloat16* to) const {
+    const Square from = square(tile, i, g);
+    for (int k = 0; k < kSquare; ++k) {
+      const Halves first = from.load(k, 0), second = from.load(k, 1);
+      BFloat16* of_keys = to + k / kTileRows * kTile;
+      store_pairs(of_keys, k % kTileRows, first.high, second.high);
+      store_pairs(of_keys + 2 * kTile, k % kTileRows, first.low, second.low);
+    }
+  }
+
+  /// Tiles B [2 parts][2 of rows] of 16 pairs of keys and 16 rows.
+  void split_into_pairs(const float* tile, int i, int g, BFloat16* to) const {
+    const Square from = square(tile, i, g);
+    for (int k = 0; k < kSquare; k += 2) {
+      for (int v = 0; v < 2; ++v) {
+        const Halves first = from.load(k, v), second = from.load(k + 1, v);
+        store_pairs(to + v * kTile, k / 2, first.high, second.high);
+        store_pairs(to + (v + 2) * kTile, k / 2, first.low, second.low);
+      }
+    }
+  }
+
+  TangentMatrices<float> m_;
+  TileRegisters registers_;
+  KeyRange kept_;
+  KeyRange packed_{0, 0};
+  Vectors vectors_;
+  const RowTile<kRows>* tile_ = nullptr;
+  TangentBlock block_{};
+  int64_t first_square_ = 0;                  // of the block, in what is packed
+  bool is_empty_[kBlockSquares][kSquares]{};  // squares of the block
+  BFloat16* parts_;                           // of a row or column of squares of a tile
+  BFloat16* key_lines_[kOfKeys]{};            // A [keys / 16][depths]
+  BFloat16* key_columns_[kOfKeys]{};          // A [keys / 32][columns]
+  uint8_t* poisoned_[kOfKeys]{};              // [keys / 32]: something is not finite
+  BFloat16* row_columns_[kOfRows]{};          // B [rows / 16][depths]
+  BFloat16* rows_[kOfRows]{};                 // B [rows / 32][columns]
+  bool rows_finite_[kOfRows]{};
+};
+
+}  // namespace qkv::kernels::QKV_ISA

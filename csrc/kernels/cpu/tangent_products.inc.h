@@ -1,0 +1,188 @@
+#pragma once
+
+#include "kernels/cpu/attention_backward.inc.h"
+#include "kernels/cpu/block_rows.inc.h"
+#include "kernels/cpu/non_finite.inc.h"
+#include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
+
+// The matrices of a tangent tile, and products of them. X is one that keys have, Y one that rows
+// have, the others are tiles and sums of the kernels:
+//
+//     keys [ rows -> ] (+)= X Yᵀ      width of X [ rows -> ] += Xᵀ · keys [ rows -> ]
+//                                     keys [ width of Y -> ] += keys [ rows -> ] · Y
+
+namespace qkv::kernels::QKV_ISA {
+
+enum OfKeys { kKey, kKeyT, kValue, kValueT, kOfKeys };
+enum OfRows { kQuery, kQueryT, kGradOut, kOfRows };
+
+/// A matrix that is not there has no data.
+template <class T>
+struct TangentMatrices {
+  const Problem<T>& p;
+  Operand<const T> keys[kOfKeys];
+  Operand<const T> rows[kOfRows];
+
+  /// Numbers are stored as those of the problem are. Those of a jvp have no grad_out.
+  TangentMatrices(const Problem<T>& problem, const Directions<T>& along,
+                  const Operand<const T>& grad_out)
+      : p(problem),
+        keys{problem.key, along.key, problem.value, along.value},
+        rows{problem.query, along.query, grad_out} {}
+
+  bool has(OfKeys x) const { return keys[x].data != nullptr; }
+  bool has(OfRows y) const { return rows[y].data != nullptr; }
+  int64_t width(OfKeys x) const { return width(p, x); }
+  int64_t width(OfRows y) const { return width(p, y); }
+  static int64_t width(const Problem<T>& p, OfKeys x) {
+    return x == kKey || x == kKeyT ? p.head_dim : p.value_dim;
+  }
+  static int64_t width(const Problem<T>& p, OfRows y) {
+    return y == kGradOut ? p.value_dim : p.head_dim;
+  }
+};
+
+/// What products of a tangent tile are about.
+struct TangentBlock {
+  int64_t first_key;
+  int keys;
+  TileState state;
+  const uint8_t* bits;  // of the pairs that are kept, if only some are
+};
+
+/// Products by vectors.
+template <class T>
+class VectorProducts {
+ public:
+  using Number = T;
+  using S = Simd<T>;
+  static constexpr int kVectors = kBackwardVectors;
+  static constexpr int kRows = kVectors * S::kWidth;
+  static constexpr bool kScalesScores = true;
+
+  /// Where blocks begin, of which the first has key `begin`.
+  static int64_t first_key(int64_t begin) { return first_of_eight(begin); }
+
+  /// Rows of sums of this width that are transposed.
+  static int64_t sum_rows(int64_t width) { return width; }
+
+  static int64_t scratch_numbers(const Problem<T>& p, bool has_grad_out, int64_t /*kept_keys*/) {
+    const int64_t of_rows = 2 * round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
+    return (2 * p.head_dim + (has_grad_out ? p.value_dim + of_rows : 0)) * kRows +
+           2 * kBackwardBlockKeys * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
+  }
+
+  /// kept: the keys that rows come back to; or none.
+  VectorProducts(const TangentMatrices<T>& matrices, KeyRange /*kept*/, T* scratch)
+      : m_(matrices) {
+    T* next = scratch;
+    for (int x = 0; x < kOfKeys; ++x) {
+      block_rows_[x] = next;
+      next += kBackwardBlockKeys * spread_row<T>(m_.width(OfKeys(x)));
+    }
+    for (int y = 0; y < kOfRows; ++y) {
+      if (!m_.has(OfRows(y))) continue;
+      const int64_t width = m_.width(OfRows(y));
+      columns_[y] = next;
+      next += width * kRows;
+      if (!m_.has(kGradOut)) continue;
+      rows_[y] = next;
+      next += round_up_to_vector<T>(width) * kRows;
+    }
+  }
+
+  void load_rows(const RowTile<kRows>& tile) {
+    begin_rows(tile);
+    for (int y = 0; y < kOfRows; ++y) {
+      if (!m_.has(OfRows(y))) continue;
+      const T factor = y == kGradOut ? T(1) : m_.p.scale;
+      tile.pack_transposed(m_.rows[y], m_.width(OfRows(y)), factor, columns_[y], storage());
+    }
+  }
+
+  /// Of a tile whose rows are not multiplied with keys here.
+  void begin_rows(const RowTile<kRows>& tile) {
+    tile_ = &tile;
+    for (auto& packed : has_rows_) packed = false;
+  }
+
+  void begin_block(const TangentBlock& block) {
+    block_ = block;
+    for (auto& rows : keys_) rows.first = nullptr;
+  }
+
+  /// c[keys][rows] (+)= X Yᵀ, times the scale if Y is of the query
+  QKV_ONE_COPY void multiply(OfKeys x, OfRows y, T* c, bool add) {
+    const Rows<T> rows = rows_of_keys(x);
+    for (int r = 0; r < tile_->rows; r += kPiece) {
+      const T* y_r = columns_[y] + r;
+      T* c_r = c + r;
+      tile_product<T, S::kBroadcastRows, kPieceVectors>(
+          0, block_.keys, m_.width(x), rows.first, rows.stride, UnitStride{}, y_r, kRows,
+          [=](int64_t k, int v) __attribute__((always_inline)) {
+            return add ? S::load(c_r + k * kRows + v * S::kWidth) : S::zero();
+          },
+          [=](int64_t k, int v, typename S::Number sum)
+              __attribute__((always_inline)) { S::store(c_r + k * kRows + v * S::kWidth, sum); });
+    }
+  }
+
+  /// c[width][rows] += Xᵀ b for b[keys][rows]
+  QKV_ONE_COPY void add_to_rows(OfKeys x, const T* b, T* c) {
+    const int64_t width = m_.width(x);
+    const Rows<T> rows = spread_rows<T>(rows_of_keys(x), block_.keys, width, block_rows_[x]);
+    if (block_.state == TileState::kPartial &&
+        !all_finite<T>(rows.first, rows.stride, block_.keys, width)) {
+      multiply_add_kept_keys<T, kVectors>(block_.keys, width, rows.first, rows.stride, b,
+                                          block_.bits, c);
+      return;
+    }
+    for (int r = 0; r < tile_->rows; r += kPiece) {
+      multiply_add<T, kPieceVectors>(width, block_.keys, rows.first, UnitStride{}, rows.stride,
+                                     b + r, kRows, c + r, kRows);
+    }
+  }
+
+  /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
+  QKV_ONE_COPY void add_to_keys(OfRows y, const T* a, T* c) {
+    const int64_t width = round_up_to_vector<T>(m_.width(y));
+    if (!has_rows_[y]) {
+      tile_->pack(m_.rows[y], m_.width(y), T(1), rows_[y], width, storage());
+      has_rows_[y] = true;
+      rows_finite_[y] = all_finite<T>(rows_[y], width, kRows, width);
+    }
+    if (block_.state == TileState::kPartial && !rows_finite_[y]) {
+      multiply_add_kept_rows<T, kRows>(block_.keys, a, rows_[y], block_.bits, c, width);
+    } else {
+      multiply_add_rows<T, kRows>(block_.keys, tile_->rows, a, rows_[y], width, c);
+    }
+  }
+
+ private:
+  static constexpr int kPieceVectors = kVectors / 2;  // of a product: what registers hold
+  static constexpr int kPiece = kPieceVectors * S::kWidth;
+
+  Storage storage() const { return m_.p.key_value_storage; }
+
+  /// The rows of the block.
+  const Rows<T>& rows_of_keys(OfKeys x) {
+    if (keys_[x].first == nullptr) {
+      keys_[x] = rows_of_block(*tile_, m_.keys[x], storage(), block_.first_key, block_.keys,
+                               m_.width(x), block_rows_[x]);
+    }
+    return keys_[x];
+  }
+
+  TangentMatrices<T> m_;
+  const RowTile<kRows>* tile_ = nullptr;
+  TangentBlock block_{};
+  Rows<T> keys_[kOfKeys]{};     // of the block, when they are asked for
+  T* block_rows_[kOfKeys];  // [keys][width], converted or spread
+  T* columns_[kOfRows]{};   // [width][rows], those of the query scaled
+  T* rows_[kOfRows]{};      // [rows][width], when they are asked for
+  bool has_rows_[kOfRows]{};
+  bool rows_finite_[kOfRows]{};
+};
+
+}  // namespace qkv::kernels::QKV_ISA
