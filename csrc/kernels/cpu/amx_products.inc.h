@@ -8,67 +8,79 @@
 // numbers each, in squares of 32 keys and rows, and multiplied twice. Squares of which no pair is
 // kept are left out.
 //
-// What is not finite has its products by vectors.
+// 0 · NaN is NaN: what is not finite in X and Y is left out where these are multiplied with tiles,
+// and added afterwards for the pairs that are kept.
 
 namespace qkv::kernels::QKV_ISA {
+
+/// Where an AmxProducts has what: or only how much it is, if memory is nullptr.
+struct AmxProductsMemory {
+  static constexpr int kSquares = kBackwardVectors * Simd<float>::kWidth / kSquare;
+  static constexpr int kBlockSquares = kBackwardBlockKeys / kSquare;
+
+  BFloat16* parts;                   // of a row or column of squares of a tile
+  BFloat16* key_lines[kOfKeys]{};    // A [keys / 16][depths], for scores and dP
+  BFloat16* key_columns[kOfKeys]{};  // A [keys / 32][columns], for sums of rows
+  uint8_t* poisoned[kOfKeys]{};      // [keys / 32]: something there is not finite
+  BFloat16* row_columns[kOfRows]{};  // B [rows / 16][depths], for scores and dP
+  BFloat16* rows[kOfRows]{};         // B [rows / 32][columns], for sums of keys
+
+  int64_t bytes = 0;
+
+  /// kept_keys: how many keys are kept, or 0 if one block after the other is.
+  AmxProductsMemory(const TangentMatrices<float>& m, int64_t kept_keys, void* memory)
+      : memory_(static_cast<char*>(memory)) {
+    const int64_t squares = kept_keys == 0 ? kBlockSquares : (kept_keys + kSquare - 1) / kSquare;
+    const bool is_backward = m.has(kGradOut);
+    take(parts, 4 * (kSquares > kBlockSquares ? kSquares : kBlockSquares));
+    for (int i = 0; i < kOfKeys; ++i) {
+      const auto x = OfKeys(i);
+      const bool of_scores = x == kKey || x == kKeyT;
+      if (!m.has(x)) continue;
+      if (of_scores || is_backward) take(key_lines[x], 2 * squares * amx_depths(m.width(x)));
+      if (of_scores != is_backward) continue;
+      take(key_columns[x], squares * amx_columns(m.width(x)));
+      take(poisoned[x], (squares + kTileBytes - 1) / kTileBytes);
+    }
+    for (int i = 0; i < kOfRows; ++i) {
+      const auto y = OfRows(i);
+      if (!m.has(y)) continue;
+      take(row_columns[y], 2 * kSquares * amx_depths(m.width(y)));
+      if (is_backward) take(rows[y], kSquares * amx_columns(m.width(y)));
+    }
+  }
+
+ private:
+  template <class T>
+  void take(T*& part, int64_t tiles) {
+    part = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes);
+    bytes += tiles * kTileBytes;
+  }
+
+  char* memory_;
+};
 
 class AmxProducts {
  public:
   using Number = float;
-  using Vectors = VectorProducts<float>;
-  static constexpr int kRows = Vectors::kRows;
+  using Memory = AmxProductsMemory;
+  static constexpr int kSquares = Memory::kSquares;
+  static constexpr int kBlockSquares = Memory::kBlockSquares;
+  static constexpr int kRows = kSquares * kSquare;
   static constexpr bool kScalesScores = false;
 
   static int64_t first_key(int64_t begin) { return begin / kSquare * kSquare; }
   static int64_t sum_rows(int64_t width) { return amx_columns(width) * kTileRows; }
 
-  static int64_t scratch_numbers(const Problem<float>& p, bool has_grad_out, int64_t kept_keys) {
-    const int64_t depths = amx_depths(p.head_dim), value_depths = amx_depths(p.value_dim);
-    const int64_t columns = amx_columns(p.head_dim), value_columns = amx_columns(p.value_dim);
-    const int64_t squares = squares_of(kept_keys);
-    int64_t tiles = kPartTiles + 2 * 2 * kSquares * depths + 2 * squares * 2 * depths +
-                    2 * tiles_of_flags(squares);
-    if (has_grad_out) {
-      tiles += 2 * kSquares * value_depths + kSquares * (2 * columns + value_columns) +
-               2 * squares * 2 * value_depths + squares * 2 * columns;
-    } else {
-      tiles += squares * 2 * value_columns;
-    }
-    return tiles * kTile / 2 + Vectors::scratch_numbers(p, has_grad_out, kept_keys);
+  static int64_t scratch_numbers(const TangentMatrices<float>& matrices, int64_t kept_keys) {
+    return Memory(matrices, kept_keys, nullptr).bytes / int64_t{sizeof(float)};
   }
 
   AmxProducts(const TangentMatrices<float>& matrices, KeyRange kept, float* scratch)
-      : m_(matrices), kept_(kept), vectors_(matrices, kept, scratch) {
-    const bool has_grad_out = m_.has(kGradOut);
-    const int64_t squares = squares_of(kept.end - kept.begin);
-    scratch += Vectors::scratch_numbers(m_.p, has_grad_out, 0);
-    const auto take = [&](BFloat16*& part, int64_t tiles) {
-      part = reinterpret_cast<BFloat16*>(scratch);
-      scratch += tiles * kTile / 2;
-    };
-    take(parts_, kPartTiles);
-    for (int i = 0; i < kOfKeys; ++i) {
-      const auto x = OfKeys(i);
-      const bool of_scores = x == kKey || x == kKeyT;
-      if (!m_.has(x)) continue;
-      if (of_scores || has_grad_out) take(key_lines_[x], 2 * squares * depths(x));
-      if (of_scores != has_grad_out) continue;
-      take(key_columns_[x], squares * columns(x));
-      BFloat16* flags;
-      take(flags, tiles_of_flags(squares));
-      poisoned_[x] = reinterpret_cast<uint8_t*>(flags);
-    }
-    for (int i = 0; i < kOfRows; ++i) {
-      const auto y = OfRows(i);
-      if (!m_.has(y)) continue;
-      take(row_columns_[y], 2 * kSquares * depths(y));
-      if (has_grad_out) take(rows_[y], kSquares * columns(y));
-    }
-  }
+      : m_(matrices), memory_(matrices, kept.end - kept.begin, scratch), kept_(kept) {}
 
   QKV_ONE_COPY void load_rows(const RowTile<kRows>& tile) {
     tile_ = &tile;
-    vectors_.begin_rows(tile);
     for (int i = 0; i < kOfRows; ++i) {
       const auto y = OfRows(i);
       if (!m_.has(y)) continue;
@@ -82,18 +94,17 @@ class AmxProducts {
         }
         for (int half = 0; half < 2; ++half) {
           pack_pairs_of_columns(of_halves[half], m_.width(y), 1,
-                                row_columns_[y] + (2 * g + half) * depths(y) * kTile);
+                                memory_.row_columns[y] + (2 * g + half) * depths(y) * kTile);
         }
-        if (rows_[y] == nullptr) continue;
+        if (memory_.rows[y] == nullptr) continue;
         rows_finite_[y] &= pack_pairs_of_rows(of_halves[0], of_halves[1], m_.width(y),
-                                              rows_[y] + g * columns(y) * kTile);
+                                              memory_.rows[y] + g * columns(y) * kTile);
       }
     }
   }
 
   QKV_ONE_COPY void begin_block(const TangentBlock& block) {
     block_ = block;
-    vectors_.begin_block(block);
     const KeyRange keys{block.first_key, block.first_key + block.keys};
     if (keys.begin < packed_.begin || keys.end > packed_.end) {
       packed_ = kept_.empty() ? keys : kept_;
@@ -112,9 +123,9 @@ class AmxProducts {
     for (int i = 0; i < squares_of(block_.keys); ++i) {
       for (int g = 0; g < kSquares; ++g) {
         if (is_empty_[i][g]) continue;
-        const TileOperand a{key_lines_[x] + 2 * (first_square_ + i) * depths(x) * kTile, depths(x),
-                            0, 1};
-        const TileOperand b{row_columns_[y] + 2 * g * depths(y) * kTile, depths(y), 0, 1};
+        const TileOperand a{memory_.key_lines[x] + 2 * (first_square_ + i) * depths(x) * kTile,
+                            depths(x), 0, 1};
+        const TileOperand b{memory_.row_columns[y] + 2 * g * depths(y) * kTile, depths(y), 0, 1};
         const TileSums sums{c + i * kSquare * kRows + g * kSquare, kRows, kTileRows * kRows,
                             kTileRows};
         if (add) {
@@ -127,54 +138,47 @@ class AmxProducts {
   }
 
   /// c[width][rows] += Xᵀ b for b[keys][rows]
-  QKV_ONE_COPY void add_to_rows(OfKeys x, const float* b, float* c) {
-    for (int i = 0; i < squares_of(block_.keys); ++i) {
-      if (poisoned_[x][first_square_ + i]) return vectors_.add_to_rows(x, b, c);
-    }
+  QKV_ONE_COPY void add_to_rows(OfKeys x, const float* b, float* c) const {
     for (int g = 0; g < kSquares; ++g) {
       Steps keys;
       for (int i = 0; i < squares_of(block_.keys); ++i) {
         if (is_empty_[i][g]) continue;
         keys.add(i);
-        split_into_pairs(b, i, g, parts_ + 4 * i * kTile);
+        split_into_pairs(b, i, g, memory_.parts + 4 * i * kTile);
       }
       if (keys.count() == 0) continue;
       multiply_high(columns(x), keys,
-                    {key_columns_[x] + first_square_ * columns(x) * kTile, 1, 0, columns(x)},
-                    {parts_, 1, 2, 4}, {c + g * kSquare, kRows, kTileRows * kRows, kTileRows});
+                    {memory_.key_columns[x] + first_square_ * columns(x) * kTile, 1, 0, columns(x)},
+                    {memory_.parts, 1, 2, 4},
+                    {c + g * kSquare, kRows, kTileRows * kRows, kTileRows});
+    }
+    for (int i = 0; i < squares_of(block_.keys); ++i) {
+      if (memory_.poisoned[x][first_square_ + i] != 0) add_non_finite(x, i, b, c);
     }
   }
 
   /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
-  QKV_ONE_COPY void add_to_keys(OfRows y, const float* a, float* c) {
-    if (!rows_finite_[y]) return vectors_.add_to_keys(y, a, c);
+  QKV_ONE_COPY void add_to_keys(OfRows y, const float* a, float* c) const {
     const int64_t width = columns(y) * kTileRows;
     for (int i = 0; i < squares_of(block_.keys); ++i) {
       Steps rows;
       for (int g = 0; g < kSquares; ++g) {
         if (is_empty_[i][g]) continue;
         rows.add(g);
-        split_into_lines(a, i, g, parts_ + 4 * g * kTile);
+        split_into_lines(a, i, g, memory_.parts + 4 * g * kTile);
       }
       if (rows.count() == 0) continue;
-      multiply_wide(columns(y), rows, {parts_, 1, 2, 4}, {rows_[y], 1, 0, columns(y)},
+      multiply_wide(columns(y), rows, {memory_.parts, 1, 2, 4}, {memory_.rows[y], 1, 0, columns(y)},
                     {c + i * kSquare * width, width, kTileRows * width, kTileRows});
     }
+    if (!rows_finite_[y]) add_non_finite(y, a, c);
   }
 
  private:
   using Lines = const BFloat16* [kTileRows];
   static constexpr int64_t kTile = kTileRows * kTileDepth;  // numbers in bfloat16
-  static constexpr int kSquares = kRows / kSquare;
-  static constexpr int kBlockSquares = kBackwardBlockKeys / kSquare;
-  static constexpr int kPartTiles = 4 * (kSquares > kBlockSquares ? kSquares : kBlockSquares);
 
-  /// Of so many keys; if there are none, of a block.
-  static int64_t squares_of(int64_t keys) {
-    return keys == 0 ? kBlockSquares : (keys + kSquare - 1) / kSquare;
-  }
-
-  static int64_t tiles_of_flags(int64_t squares) { return (squares + kTileBytes - 1) / kTileBytes; }
+  static int64_t squares_of(int64_t keys) { return (keys + kSquare - 1) / kSquare; }
 
   template <class Matrix>
   int64_t depths(Matrix x) const {
@@ -190,22 +194,24 @@ class AmxProducts {
     const BFloat16* first_row =
         tile_->stored_keys_of_head<BFloat16>(keys) + packed_.begin * keys.row_stride;
     const int64_t count = packed_.end - packed_.begin, width = m_.width(x);
-    const auto row = [&](int64_t k) { return k < count ? first_row + k * keys.row_stride : nullptr; };
+    const auto row = [&](int64_t k) {
+      return k < count ? first_row + k * keys.row_stride : nullptr;
+    };
     for (int64_t square = 0; square < squares_of(count); ++square) {
       Lines first, second;
-      if (key_lines_[x] != nullptr) {
+      if (memory_.key_lines[x] != nullptr) {
         for (int64_t half = 2 * square; half < 2 * square + 2; ++half) {
           for (int l = 0; l < kTileRows; ++l) first[l] = row(half * kTileRows + l);
-          pack_lines(first, width, key_lines_[x] + half * depths(x) * kTile);
+          pack_lines(first, width, memory_.key_lines[x] + half * depths(x) * kTile);
         }
       }
-      if (key_columns_[x] != nullptr) {
+      if (memory_.key_columns[x] != nullptr) {
         for (int l = 0; l < kTileRows; ++l) {
           first[l] = row(square * kSquare + 2 * l);
           second[l] = row(square * kSquare + 2 * l + 1);
         }
-        poisoned_[x][square] =
-            !pack_columns(first, second, width, key_columns_[x] + square * columns(x) * kTile);
+        memory_.poisoned[x][square] = !pack_columns(
+            first, second, width, memory_.key_columns[x] + square * columns(x) * kTile);
       }
     }
   }
@@ -223,6 +229,40 @@ class AmxProducts {
                    bits, _mm256_set1_epi8(static_cast<char>(bits_in_range(0, block_.keys - k)))));
     }
     return !_mm256_testz_si256(any, any);
+  }
+
+  bool keeps(int k, int r) const {
+    return block_.state == TileState::kFull || (block_.bits[k / 8 * kRows + r] >> (k % 8) & 1) != 0;
+  }
+
+  /// Of 32 keys, to rows.
+  void add_non_finite(OfKeys x, int i, const float* b, float* c) const {
+    const Operand<const float>& keys = m_.keys[x];
+    const BFloat16* first_row =
+        tile_->stored_keys_of_head<BFloat16>(keys) + block_.first_key * keys.row_stride;
+    for (int k = i * kSquare; k < (i + 1) * kSquare && k < block_.keys; ++k) {
+      const BFloat16* key = first_row + k * keys.row_stride;
+      for (int64_t d = 0; d < m_.width(x); ++d) {
+        if (is_finite(key[d])) continue;
+        for (int r = 0; r < tile_->rows; ++r) {
+          if (keeps(k, r)) c[d * kRows + r] += b[k * kRows + r] * static_cast<float>(key[d]);
+        }
+      }
+    }
+  }
+
+  /// Of all rows, to keys.
+  void add_non_finite(OfRows y, const float* a, float* c) const {
+    const int64_t width = columns(y) * kTileRows;
+    for (int r = 0; r < tile_->rows; ++r) {
+      const BFloat16* row = tile_->stored_row<BFloat16>(m_.rows[y], r);
+      for (int64_t d = 0; d < m_.width(y); ++d) {
+        if (is_finite(row[d])) continue;
+        for (int k = 0; k < block_.keys; ++k) {
+          if (keeps(k, r)) c[k * width + d] += a[k * kRows + r] * static_cast<float>(row[d]);
+        }
+      }
+    }
   }
 
   /// 32 keys and rows of a tile, of which there may be fewer.
@@ -277,20 +317,14 @@ class AmxProducts {
   }
 
   TangentMatrices<float> m_;
+  Memory memory_;
   TileRegisters registers_;
   KeyRange kept_;
   KeyRange packed_{0, 0};
-  Vectors vectors_;
   const RowTile<kRows>* tile_ = nullptr;
   TangentBlock block_{};
   int64_t first_square_ = 0;                  // of the block, in what is packed
   bool is_empty_[kBlockSquares][kSquares]{};  // squares of the block
-  BFloat16* parts_;                           // of a row or column of squares of a tile
-  BFloat16* key_lines_[kOfKeys]{};            // A [keys / 16][depths]
-  BFloat16* key_columns_[kOfKeys]{};          // A [keys / 32][columns]
-  uint8_t* poisoned_[kOfKeys]{};              // [keys / 32]: something is not finite
-  BFloat16* row_columns_[kOfRows]{};          // B [rows / 16][depths]
-  BFloat16* rows_[kOfRows]{};                 // B [rows / 32][columns]
   bool rows_finite_[kOfRows]{};
 };
 

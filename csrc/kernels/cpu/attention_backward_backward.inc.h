@@ -27,6 +27,11 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+template <class T>
+inline TangentMatrices<T> matrices_of(const BackwardBackwardParams<T>& params) {
+  return {params.backward.problem, params.directions, params.backward.grad_out};
+}
+
 /// dS, dS' and R ∘ P' of one tile of rows and one block of keys.
 template <class Products>
 struct BackwardTangentTile : TangentTile<Products> {
@@ -50,14 +55,13 @@ struct BackwardTangentTile : TangentTile<Products> {
   alignas(64) T delta[kRows];
   alignas(64) T delta_t[kRows];
 
-  static int64_t scratch_numbers(const Problem<T>& p, int64_t kept_keys) {
-    return Base::scratch_numbers(p, /*has_grad_out=*/true, kept_keys) + 2 * kTile;
+  static int64_t scratch_numbers(const BackwardBackwardParams<T>& params, int64_t kept_keys) {
+    return Base::scratch_numbers(matrices_of(params), kept_keys) + 2 * kTile;
   }
 
-  /// kept: the keys that all tiles of rows meet, or none.
   BackwardTangentTile(const BackwardBackwardParams<T>& params, KeyRange kept, T* scratch)
-      : Base(params.backward.problem, params.directions, params.backward.lse,
-             params.backward.lse_rest, scratch, params.backward.grad_out, kept),
+      : Base(matrices_of(params), params.directions, params.backward.lse, params.backward.lse_rest,
+             kept, scratch),
         second(params) {
     ds_tile = Base::end_of_scratch;
     ds_t_tile = ds_tile + kTile;
@@ -165,7 +169,7 @@ inline int64_t backward_backward_scratch_bytes(const BackwardBackwardParams<T>& 
   const int64_t splits = params.backward.splits;
   const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
   const int64_t longest_split = (backward_blocks(p) + splits - 1) / splits * kBackwardBlockKeys;
-  const int64_t numbers = BackwardTangentTile<Products>::scratch_numbers(p, longest_split) +
+  const int64_t numbers = BackwardTangentTile<Products>::scratch_numbers(params, longest_split) +
                           grad_query_t_size<Products>(p) + widths * longest_split;
   return numbers * static_cast<int64_t>(sizeof(T));
 }
@@ -278,14 +282,13 @@ inline void sum_grad_query_t(const BackwardBackwardParams<T>& params, int64_t fi
 template <class T>
 inline int64_t mask_gradient_t_scratch_bytes(const BackwardBackwardParams<T>& params) {
   using Work = BackwardTangentTile<VectorProducts<T>>;
-  return Work::scratch_numbers(params.backward.problem, /*kept_keys=*/0) *
-         static_cast<int64_t>(sizeof(T));
+  return Work::scratch_numbers(params, /*kept_keys=*/0) * static_cast<int64_t>(sizeof(T));
 }
 
 /// dmask' = dS', summed as dmask is.
 template <class T>
 inline void mask_gradient_t(const BackwardBackwardParams<T>& params, int64_t unit, void* scratch) {
-  BackwardTangentTile<VectorProducts<T>> work(params, {0, 0}, static_cast<T*>(scratch));
+  BackwardTangentTile<VectorProducts<T>> work(params, /*kept=*/{0, 0}, static_cast<T*>(scratch));
   sum_over_mask(work.p, params.backward.grad_mask, unit, work, work.ds_t_tile);
 }
 

@@ -26,11 +26,16 @@ inline int64_t jvp_units(const JvpParams<T>& params) {
   return p.batch * p.kv_heads * TangentTile<Products>::tiles_of_head(p);
 }
 
+template <class T>
+inline TangentMatrices<T> matrices_of(const JvpParams<T>& params) {
+  return {params.problem, params.directions, /*grad_out=*/{}};
+}
+
 template <class Products, class T>
 inline int64_t jvp_scratch_bytes(const JvpParams<T>& params) {
   using Work = TangentTile<Products>;
   const Problem<T>& p = params.problem;
-  const int64_t numbers = Work::scratch_numbers(p, /*has_grad_out=*/false, /*kept_keys=*/0) +
+  const int64_t numbers = Work::scratch_numbers(matrices_of(params), /*kept_keys=*/0) +
                           Products::sum_rows(p.value_dim) * Work::kRows;
   return numbers * static_cast<int64_t>(sizeof(T));
 }
@@ -47,7 +52,8 @@ inline void attention_jvp(const JvpParams<T>& params, int64_t unit, void* scratc
   const int64_t head = unit / tiles, kv_head = head % p.kv_heads;
   const int64_t first_row = (tiles - 1 - unit % tiles) * Work::kRows;
 
-  Work work(p, along, params.lse, params.lse_rest, static_cast<T*>(scratch));
+  Work work(matrices_of(params), along, params.lse, params.lse_rest, /*kept=*/{0, 0},
+            static_cast<T*>(scratch));
   work.tile =
       RowTile<Work::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, first_row);
   const auto& tile = work.tile;

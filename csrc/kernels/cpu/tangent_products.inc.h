@@ -33,14 +33,8 @@ struct TangentMatrices {
 
   bool has(OfKeys x) const { return keys[x].data != nullptr; }
   bool has(OfRows y) const { return rows[y].data != nullptr; }
-  int64_t width(OfKeys x) const { return width(p, x); }
-  int64_t width(OfRows y) const { return width(p, y); }
-  static int64_t width(const Problem<T>& p, OfKeys x) {
-    return x == kKey || x == kKeyT ? p.head_dim : p.value_dim;
-  }
-  static int64_t width(const Problem<T>& p, OfRows y) {
-    return y == kGradOut ? p.value_dim : p.head_dim;
-  }
+  int64_t width(OfKeys x) const { return x == kKey || x == kKeyT ? p.head_dim : p.value_dim; }
+  int64_t width(OfRows y) const { return y == kGradOut ? p.value_dim : p.head_dim; }
 };
 
 /// What products of a tangent tile are about.
@@ -67,44 +61,37 @@ class VectorProducts {
   /// Rows of sums of this width that are transposed.
   static int64_t sum_rows(int64_t width) { return width; }
 
-  static int64_t scratch_numbers(const Problem<T>& p, bool has_grad_out, int64_t /*kept_keys*/) {
-    const int64_t of_rows = 2 * round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
-    return (2 * p.head_dim + (has_grad_out ? p.value_dim + of_rows : 0)) * kRows +
-           2 * kBackwardBlockKeys * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
+  static int64_t scratch_numbers(const TangentMatrices<T>& matrices, int64_t /*kept_keys*/) {
+    return VectorProducts(matrices, {0, 0}, nullptr).numbers_;
   }
 
-  /// kept: the keys that rows come back to; or none.
-  VectorProducts(const TangentMatrices<T>& matrices, KeyRange /*kept*/, T* scratch)
-      : m_(matrices) {
-    T* next = scratch;
+  /// kept: the keys that all rows come back to, or none.
+  VectorProducts(const TangentMatrices<T>& matrices, KeyRange /*kept*/, T* scratch) : m_(matrices) {
+    const auto take = [&](T*& part, int64_t numbers) {
+      part = scratch == nullptr ? nullptr : scratch + numbers_;
+      numbers_ += numbers;
+    };
     for (int x = 0; x < kOfKeys; ++x) {
-      block_rows_[x] = next;
-      next += kBackwardBlockKeys * spread_row<T>(m_.width(OfKeys(x)));
+      if (m_.has(OfKeys(x))) {
+        take(block_rows_[x], kBackwardBlockKeys * spread_row<T>(m_.width(OfKeys(x))));
+      }
     }
     for (int y = 0; y < kOfRows; ++y) {
       if (!m_.has(OfRows(y))) continue;
       const int64_t width = m_.width(OfRows(y));
-      columns_[y] = next;
-      next += width * kRows;
-      if (!m_.has(kGradOut)) continue;
-      rows_[y] = next;
-      next += round_up_to_vector<T>(width) * kRows;
+      take(columns_[y], width * kRows);
+      if (m_.has(kGradOut)) take(rows_[y], round_up_to_vector<T>(width) * kRows);
     }
   }
 
   void load_rows(const RowTile<kRows>& tile) {
-    begin_rows(tile);
+    tile_ = &tile;
+    for (auto& packed : has_rows_) packed = false;
     for (int y = 0; y < kOfRows; ++y) {
       if (!m_.has(OfRows(y))) continue;
       const T factor = y == kGradOut ? T(1) : m_.p.scale;
       tile.pack_transposed(m_.rows[y], m_.width(OfRows(y)), factor, columns_[y], storage());
     }
-  }
-
-  /// Of a tile whose rows are not multiplied with keys here.
-  void begin_rows(const RowTile<kRows>& tile) {
-    tile_ = &tile;
-    for (auto& packed : has_rows_) packed = false;
   }
 
   void begin_block(const TangentBlock& block) {
@@ -175,12 +162,13 @@ class VectorProducts {
   }
 
   TangentMatrices<T> m_;
+  int64_t numbers_ = 0;  // of scratch
   const RowTile<kRows>* tile_ = nullptr;
   TangentBlock block_{};
-  Rows<T> keys_[kOfKeys]{};     // of the block, when they are asked for
-  T* block_rows_[kOfKeys];  // [keys][width], converted or spread
-  T* columns_[kOfRows]{};   // [width][rows], those of the query scaled
-  T* rows_[kOfRows]{};      // [rows][width], when they are asked for
+  Rows<T> keys_[kOfKeys]{};   // of the block, when they are asked for
+  T* block_rows_[kOfKeys]{};  // [keys][width], converted or spread
+  T* columns_[kOfRows]{};     // [width][rows], those of the query scaled
+  T* rows_[kOfRows]{};        // [rows][width], when they are asked for
   bool has_rows_[kOfRows]{};
   bool rows_finite_[kOfRows]{};
 };

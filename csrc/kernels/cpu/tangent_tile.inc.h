@@ -65,19 +65,18 @@ struct TangentTile {
   alignas(64) T lse_rest[kRows];
   alignas(64) T slope_t[kRows];
 
-  static int64_t scratch_numbers(const Problem<T>& p, bool has_grad_out, int64_t kept_keys) {
-    return tile_numbers(p) + Products::scratch_numbers(p, has_grad_out, kept_keys);
+  static int64_t scratch_numbers(const TangentMatrices<T>& matrices, int64_t kept_keys) {
+    return tile_numbers(matrices.p) + Products::scratch_numbers(matrices, kept_keys);
   }
 
-  /// grad_out and kept are for products of derived kernels.
-  TangentTile(const Problem<T>& problem, const Directions<T>& directions, const T* lse_numbers,
-              const T* lse_rest_numbers, T* scratch, const Operand<const T>& grad_out = {},
-              KeyRange kept = {0, 0})
-      : p(problem),
+  /// kept: the keys that other tiles of rows meet as well, or none.
+  TangentTile(const TangentMatrices<T>& matrices, const Directions<T>& directions,
+              const T* lse_numbers, const T* lse_rest_numbers, KeyRange kept, T* scratch)
+      : p(matrices.p),
         along(directions),
         lse_of_rows(lse_numbers),
         lse_rest_of_rows(lse_rest_numbers),
-        products({problem, directions, grad_out}, kept, scratch + tile_numbers(problem)) {
+        products(matrices, kept, scratch + tile_numbers(p)) {
     p_tile = scratch;
     scores_t = p_tile + kTile;
     mask.bias = scores_t + kTile;
@@ -86,7 +85,7 @@ struct TangentTile {
     T* end_of_tiles = p.softcap != T(0) ? cap_slopes_t + kTile : cap_slopes;
     mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
     stays = mask.bits + kTile / 8;
-    end_of_scratch = scratch + scratch_numbers(p, grad_out.data != nullptr, kept.end - kept.begin);
+    end_of_scratch = scratch + scratch_numbers(matrices, kept.end - kept.begin);
   }
 
   static int64_t tiles_of_head(const Problem<T>& p) {
