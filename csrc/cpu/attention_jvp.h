@@ -19,8 +19,16 @@ const kernels::TangentKernels<T>& tangent_kernels_for(const kernels::Problem<T>&
 
 template <class T>
 void run_jvp(const kernels::TangentKernels<T>& kernels, const kernels::JvpParams<T>& params) {
-  for_each_unit(kernels.jvp_units(params), kernels.jvp_scratch_bytes(params),
-                [&](int64_t unit, void* scratch) { kernels.jvp(params, unit, scratch); });
+  const int64_t heads = params.problem.batch * params.problem.kv_heads;
+  const int64_t prepared_bytes = kernels.jvp_prepared_bytes(params);
+  const auto prepared = c10::GetCPUAllocator()->allocate(heads * prepared_bytes);
+  if (prepared_bytes > 0) {
+    for_each_unit(heads, 0,
+                  [&](int64_t head, void*) { kernels.prepare_jvp(params, head, prepared.get()); });
+  }
+  for_each_unit(
+      kernels.jvp_units(params), kernels.jvp_scratch_bytes(params),
+      [&](int64_t unit, void* scratch) { kernels.jvp(params, prepared.get(), unit, scratch); });
 }
 
 }  // namespace qkv::cpu

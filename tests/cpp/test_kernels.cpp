@@ -384,9 +384,13 @@ class KernelRun {
     jvp.lse_rest = lse_rest_.data();
     jvp.out_t = operand<T>(out_t_.data(), s_.queries, s_.value_dim);
     jvp.lse_t = lse_t_.data();
+    const auto jvp_prepared = memory(s_.kv_heads * kernels.jvp_prepared_bytes(jvp));
+    for (int64_t head = 0; head < s_.kv_heads; ++head) {
+      kernels.prepare_jvp(jvp, head, jvp_prepared.get());
+    }
     const auto jvp_scratch = memory(kernels.jvp_scratch_bytes(jvp));
     for (int64_t unit = 0; unit < kernels.jvp_units(jvp); ++unit) {
-      kernels.jvp(jvp, unit, jvp_scratch.get());
+      kernels.jvp(jvp, jvp_prepared.get(), unit, jvp_scratch.get());
     }
 
     BackwardBackwardParams<T> second{};

@@ -4,80 +4,116 @@
 #include "kernels/cpu/tangent_products.inc.h"
 
 // Products of a tangent tile by AMX, of matrices in bfloat16, laid out as the backward has them
-// (amx_backward.inc.h). Tiles of the kernel (P', dS, ..) are cut into two bfloat16
-// numbers each, in squares of 32 keys and rows, and multiplied twice. Squares of which no pair is
-// kept are left out.
+// (amx_backward.inc.h). Tiles of the kernel (P', dS, ..) are cut into two bfloat16 numbers each, in
+// squares of 32 keys and rows, and multiplied twice. Squares of which no pair is kept are left out.
 //
 // 0 · NaN is NaN: what is not finite in X and Y is left out where these are multiplied with tiles,
 // and added afterwards for the pairs that are kept.
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Where an AmxProducts has what: or only how much it is, if memory is nullptr.
-struct AmxProductsMemory {
-  static constexpr int kSquares = kBackwardVectors * Simd<float>::kWidth / kSquare;
-  static constexpr int kBlockSquares = kBackwardBlockKeys / kSquare;
+/// Hands out pieces of memory; or only counts them, if that is nullptr.
+class Pieces {
+ public:
+  explicit Pieces(void* memory) : memory_(static_cast<char*>(memory)) {}
 
-  BFloat16* parts;                   // of a row or column of squares of a tile
-  BFloat16* key_lines[kOfKeys]{};    // A [keys / 16][depths], for scores and dP
-  BFloat16* key_columns[kOfKeys]{};  // A [keys / 32][columns], for sums of rows
-  uint8_t* poisoned[kOfKeys]{};      // [keys / 32]: something there is not finite
-  BFloat16* row_columns[kOfRows]{};  // B [rows / 16][depths], for scores and dP
-  BFloat16* rows[kOfRows]{};         // B [rows / 32][columns], for sums of keys
+  template <class T>
+  void take(T*& piece, int64_t tiles) {
+    piece = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
+    bytes_ += tiles * kTileBytes;
+  }
+  int64_t bytes() const { return bytes_; }
 
-  int64_t bytes = 0;
+ private:
+  char* memory_;
+  int64_t bytes_ = 0;
+};
 
-  /// kept_keys: how many keys are kept, or 0 if one block after the other is.
-  AmxProductsMemory(const TangentMatrices<float>& m, int64_t kept_keys, void* memory)
-      : memory_(static_cast<char*>(memory)) {
-    const int64_t squares = kept_keys == 0 ? kBlockSquares : (kept_keys + kSquare - 1) / kSquare;
+/// The matrices of a range of keys of one key/value head, packed.
+struct AmxKeys {
+  KeyRange range;
+  BFloat16* lines[kOfKeys]{};    // A [keys / 16][depths], for scores and dP
+  BFloat16* columns[kOfKeys]{};  // A [keys / 32][columns], for sums of rows
+  uint8_t* poisoned[kOfKeys]{};  // [keys / 32]: something in them is not finite
+
+  AmxKeys(const TangentMatrices<float>& m, KeyRange keys, Pieces& pieces) : range(keys) {
+    const int64_t squares = (keys.end - keys.begin + kSquare - 1) / kSquare;
     const bool is_backward = m.has(kGradOut);
-    take(parts, 4 * (kSquares > kBlockSquares ? kSquares : kBlockSquares));
     for (int i = 0; i < kOfKeys; ++i) {
       const auto x = OfKeys(i);
       const bool of_scores = x == kKey || x == kKeyT;
       if (!m.has(x)) continue;
-      if (of_scores || is_backward) take(key_lines[x], 2 * squares * amx_depths(m.width(x)));
+      if (of_scores || is_backward) pieces.take(lines[x], 2 * squares * amx_depths(m.width(x)));
       if (of_scores != is_backward) continue;
-      take(key_columns[x], squares * amx_columns(m.width(x)));
-      take(poisoned[x], (squares + kTileBytes - 1) / kTileBytes);
+      pieces.take(columns[x], squares * amx_columns(m.width(x)));
+      pieces.take(poisoned[x], (squares + kTileBytes - 1) / kTileBytes);
     }
-    for (int i = 0; i < kOfRows; ++i) {
-      const auto y = OfRows(i);
-      if (!m.has(y)) continue;
-      take(row_columns[y], 2 * kSquares * amx_depths(m.width(y)));
-      if (is_backward) take(rows[y], kSquares * amx_columns(m.width(y)));
+  }
+
+  static int64_t bytes(const TangentMatrices<float>& m, KeyRange keys) {
+    Pieces pieces(nullptr);
+    AmxKeys(m, keys, pieces);
+    return pieces.bytes();
+  }
+
+  /// Of the head of a tile of rows.
+  template <int kRows>
+  void pack(const TangentMatrices<float>& m, const RowTile<kRows>& tile) {
+    for (int x = 0; x < kOfKeys; ++x) {
+      const Operand<const float>& keys = m.keys[x];
+      if (!m.has(OfKeys(x))) continue;
+      pack(OfKeys(x), tile.template stored_keys_of_head<BFloat16>(keys), keys.row_stride,
+           m.width(OfKeys(x)));
     }
   }
 
  private:
-  template <class T>
-  void take(T*& part, int64_t tiles) {
-    part = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes);
-    bytes += tiles * kTileBytes;
+  void pack(OfKeys x, const BFloat16* keys, int64_t stride, int64_t width) {
+    constexpr int64_t kTile = kTileRows * kTileDepth;
+    const auto row = [&](int64_t k) { return k < range.end ? keys + k * stride : nullptr; };
+    const BFloat16* first[kTileRows];
+    const BFloat16* second[kTileRows];
+    for (int64_t k = range.begin; k < range.end; k += kSquare) {
+      const int64_t square = (k - range.begin) / kSquare;
+      for (int half = 0; half < 2 && lines[x] != nullptr; ++half) {
+        for (int l = 0; l < kTileRows; ++l) first[l] = row(k + half * kTileRows + l);
+        pack_lines(first, width, lines[x] + (2 * square + half) * amx_depths(width) * kTile);
+      }
+      if (columns[x] == nullptr) continue;
+      for (int l = 0; l < kTileRows; ++l) {
+        first[l] = row(k + 2 * l);
+        second[l] = row(k + 2 * l + 1);
+      }
+      poisoned[x][square] =
+          !pack_columns(first, second, width, columns[x] + square * amx_columns(width) * kTile);
+    }
   }
-
-  char* memory_;
 };
 
 class AmxProducts {
  public:
   using Number = float;
-  using Memory = AmxProductsMemory;
-  static constexpr int kSquares = Memory::kSquares;
-  static constexpr int kBlockSquares = Memory::kBlockSquares;
-  static constexpr int kRows = kSquares * kSquare;
+  static constexpr int kRows = kBackwardVectors * Simd<float>::kWidth;
   static constexpr bool kScalesScores = false;
 
   static int64_t first_key(int64_t begin) { return begin / kSquare * kSquare; }
   static int64_t sum_rows(int64_t width) { return amx_columns(width) * kTileRows; }
 
-  static int64_t scratch_numbers(const TangentMatrices<float>& matrices, int64_t kept_keys) {
-    return Memory(matrices, kept_keys, nullptr).bytes / int64_t{sizeof(float)};
+  static int64_t prepared_bytes(const TangentMatrices<float>& matrices) {
+    return AmxKeys::bytes(matrices, {0, matrices.p.keys});
+  }
+  static void prepare(const TangentMatrices<float>& matrices, const RowTile<kRows>& tile,
+                      void* prepared) {
+    Pieces pieces(prepared);
+    AmxKeys(matrices, {0, matrices.p.keys}, pieces).pack(matrices, tile);
   }
 
-  AmxProducts(const TangentMatrices<float>& matrices, KeyRange kept, float* scratch)
-      : m_(matrices), memory_(matrices, kept.end - kept.begin, scratch), kept_(kept) {}
+  static int64_t scratch_numbers(const TangentMatrices<float>& matrices, KeyRange keys) {
+    return Memory(matrices, keys, nullptr, nullptr).bytes() / int64_t{sizeof(float)};
+  }
+
+  AmxProducts(const TangentMatrices<float>& matrices, KeyRange keys, void* prepared, float* scratch)
+      : m_(matrices), memory_(matrices, keys, prepared, scratch), is_packed_(prepared != nullptr) {}
 
   QKV_ONE_COPY void load_rows(const RowTile<kRows>& tile) {
     tile_ = &tile;
@@ -105,14 +141,9 @@ class AmxProducts {
 
   QKV_ONE_COPY void begin_block(const TangentBlock& block) {
     block_ = block;
-    const KeyRange keys{block.first_key, block.first_key + block.keys};
-    if (keys.begin < packed_.begin || keys.end > packed_.end) {
-      packed_ = kept_.empty() ? keys : kept_;
-      for (int x = 0; x < kOfKeys; ++x) {
-        if (m_.has(OfKeys(x))) pack_keys(OfKeys(x));
-      }
-    }
-    first_square_ = (keys.begin - packed_.begin) / kSquare;
+    if (!is_packed_) memory_.keys.pack(m_, *tile_);
+    is_packed_ = true;
+    first_square_ = (block.first_key - memory_.keys.range.begin) / kSquare;
     for (int i = 0; i < squares_of(block.keys); ++i) {
       for (int g = 0; g < kSquares; ++g) is_empty_[i][g] = !keeps_some(i, g);
     }
@@ -123,7 +154,7 @@ class AmxProducts {
     for (int i = 0; i < squares_of(block_.keys); ++i) {
       for (int g = 0; g < kSquares; ++g) {
         if (is_empty_[i][g]) continue;
-        const TileOperand a{memory_.key_lines[x] + 2 * (first_square_ + i) * depths(x) * kTile,
+        const TileOperand a{memory_.keys.lines[x] + 2 * (first_square_ + i) * depths(x) * kTile,
                             depths(x), 0, 1};
         const TileOperand b{memory_.row_columns[y] + 2 * g * depths(y) * kTile, depths(y), 0, 1};
         const TileSums sums{c + i * kSquare * kRows + g * kSquare, kRows, kTileRows * kRows,
@@ -147,13 +178,13 @@ class AmxProducts {
         split_into_pairs(b, i, g, memory_.parts + 4 * i * kTile);
       }
       if (keys.count() == 0) continue;
-      multiply_high(columns(x), keys,
-                    {memory_.key_columns[x] + first_square_ * columns(x) * kTile, 1, 0, columns(x)},
-                    {memory_.parts, 1, 2, 4},
-                    {c + g * kSquare, kRows, kTileRows * kRows, kTileRows});
+      multiply_high(
+          columns(x), keys,
+          {memory_.keys.columns[x] + first_square_ * columns(x) * kTile, 1, 0, columns(x)},
+          {memory_.parts, 1, 2, 4}, {c + g * kSquare, kRows, kTileRows * kRows, kTileRows});
     }
     for (int i = 0; i < squares_of(block_.keys); ++i) {
-      if (memory_.poisoned[x][first_square_ + i] != 0) add_non_finite(x, i, b, c);
+      if (memory_.keys.poisoned[x][first_square_ + i] != 0) add_non_finite(x, i, b, c);
     }
   }
 
@@ -175,6 +206,34 @@ class AmxProducts {
   }
 
  private:
+  static constexpr int kSquares = kRows / kSquare;
+  static constexpr int kBlockSquares = kBackwardBlockKeys / kSquare;
+
+  /// Where there is what: or only how much it is, if scratch is nullptr.
+  struct Memory {
+    Pieces pieces;
+    Pieces of_head;
+    AmxKeys keys;
+    BFloat16* parts;                   // of a row or column of squares of a tile
+    BFloat16* row_columns[kOfRows]{};  // B [rows / 16][depths], for scores and dP
+    BFloat16* rows[kOfRows]{};         // B [rows / 32][columns], for sums of keys
+
+    Memory(const TangentMatrices<float>& m, KeyRange of_scratch, void* prepared, void* scratch)
+        : pieces(scratch),
+          of_head(prepared),
+          keys(m, prepared != nullptr ? KeyRange{0, m.p.keys} : of_scratch,
+               prepared != nullptr ? of_head : pieces) {
+      pieces.take(parts, 4 * (kSquares > kBlockSquares ? kSquares : kBlockSquares));
+      for (int i = 0; i < kOfRows; ++i) {
+        const auto y = OfRows(i);
+        if (!m.has(y)) continue;
+        pieces.take(row_columns[y], 2 * kSquares * amx_depths(m.width(y)));
+        if (m.has(kGradOut)) pieces.take(rows[y], kSquares * amx_columns(m.width(y)));
+      }
+    }
+    int64_t bytes() const { return pieces.bytes(); }
+  };
+
   using Lines = const BFloat16* [kTileRows];
   static constexpr int64_t kTile = kTileRows * kTileDepth;  // numbers in bfloat16
 
@@ -187,33 +246,6 @@ class AmxProducts {
   template <class Matrix>
   int64_t columns(Matrix x) const {
     return amx_columns(m_.width(x));
-  }
-
-  void pack_keys(OfKeys x) {
-    const Operand<const float>& keys = m_.keys[x];
-    const BFloat16* first_row =
-        tile_->stored_keys_of_head<BFloat16>(keys) + packed_.begin * keys.row_stride;
-    const int64_t count = packed_.end - packed_.begin, width = m_.width(x);
-    const auto row = [&](int64_t k) {
-      return k < count ? first_row + k * keys.row_stride : nullptr;
-    };
-    for (int64_t square = 0; square < squares_of(count); ++square) {
-      Lines first, second;
-      if (memory_.key_lines[x] != nullptr) {
-        for (int64_t half = 2 * square; half < 2 * square + 2; ++half) {
-          for (int l = 0; l < kTileRows; ++l) first[l] = row(half * kTileRows + l);
-          pack_lines(first, width, memory_.key_lines[x] + half * depths(x) * kTile);
-        }
-      }
-      if (memory_.key_columns[x] != nullptr) {
-        for (int l = 0; l < kTileRows; ++l) {
-          first[l] = row(square * kSquare + 2 * l);
-          second[l] = row(square * kSquare + 2 * l + 1);
-        }
-        memory_.poisoned[x][square] = !pack_columns(
-            first, second, width, memory_.key_columns[x] + square * columns(x) * kTile);
-      }
-    }
   }
 
   /// Whether a square of the block has a pair that is kept.
@@ -319,11 +351,10 @@ class AmxProducts {
   TangentMatrices<float> m_;
   Memory memory_;
   TileRegisters registers_;
-  KeyRange kept_;
-  KeyRange packed_{0, 0};
+  bool is_packed_;  // the keys
   const RowTile<kRows>* tile_ = nullptr;
   TangentBlock block_{};
-  int64_t first_square_ = 0;                  // of the block, in what is packed
+  int64_t first_square_ = 0;                  // of the block, in keys_
   bool is_empty_[kBlockSquares][kSquares]{};  // squares of the block
   bool rows_finite_[kOfRows]{};
 };

@@ -55,13 +55,13 @@ struct BackwardTangentTile : TangentTile<Products> {
   alignas(64) T delta[kRows];
   alignas(64) T delta_t[kRows];
 
-  static int64_t scratch_numbers(const BackwardBackwardParams<T>& params, int64_t kept_keys) {
-    return Base::scratch_numbers(matrices_of(params), kept_keys) + 2 * kTile;
+  static int64_t scratch_numbers(const BackwardBackwardParams<T>& params, KeyRange keys) {
+    return Base::scratch_numbers(matrices_of(params), keys) + 2 * kTile;
   }
 
-  BackwardTangentTile(const BackwardBackwardParams<T>& params, KeyRange kept, T* scratch)
+  BackwardTangentTile(const BackwardBackwardParams<T>& params, KeyRange keys, T* scratch)
       : Base(matrices_of(params), params.directions, params.backward.lse, params.backward.lse_rest,
-             kept, scratch),
+             keys, /*prepared=*/nullptr, scratch),
         second(params) {
     ds_tile = Base::end_of_scratch;
     ds_t_tile = ds_tile + kTile;
@@ -169,8 +169,9 @@ inline int64_t backward_backward_scratch_bytes(const BackwardBackwardParams<T>& 
   const int64_t splits = params.backward.splits;
   const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
   const int64_t longest_split = (backward_blocks(p) + splits - 1) / splits * kBackwardBlockKeys;
-  const int64_t numbers = BackwardTangentTile<Products>::scratch_numbers(params, longest_split) +
-                          grad_query_t_size<Products>(p) + widths * longest_split;
+  const int64_t numbers =
+      BackwardTangentTile<Products>::scratch_numbers(params, {0, longest_split}) +
+      grad_query_t_size<Products>(p) + widths * longest_split;
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
@@ -282,13 +283,13 @@ inline void sum_grad_query_t(const BackwardBackwardParams<T>& params, int64_t fi
 template <class T>
 inline int64_t mask_gradient_t_scratch_bytes(const BackwardBackwardParams<T>& params) {
   using Work = BackwardTangentTile<VectorProducts<T>>;
-  return Work::scratch_numbers(params, /*kept_keys=*/0) * static_cast<int64_t>(sizeof(T));
+  return Work::scratch_numbers(params, /*keys=*/{0, 0}) * static_cast<int64_t>(sizeof(T));
 }
 
 /// dmask' = dS', summed as dmask is.
 template <class T>
 inline void mask_gradient_t(const BackwardBackwardParams<T>& params, int64_t unit, void* scratch) {
-  BackwardTangentTile<VectorProducts<T>> work(params, /*kept=*/{0, 0}, static_cast<T*>(scratch));
+  BackwardTangentTile<VectorProducts<T>> work(params, /*keys=*/{0, 0}, static_cast<T*>(scratch));
   sum_over_mask(work.p, params.backward.grad_mask, unit, work, work.ds_t_tile);
 }
 
@@ -323,6 +324,8 @@ inline void sink_gradient_t(const BackwardBackwardParams<T>& params, double* gra
 template <class Products, class T = typename Products::Number>
 constexpr TangentKernels<T> make_tangent_kernels() {
   return {jvp_units<Products, T>,
+          jvp_prepared_bytes<Products, T>,
+          prepare_jvp<Products, T>,
           jvp_scratch_bytes<Products, T>,
           attention_jvp<Products, T>,
           backward_backward_scratch_bytes<Products, T>,

@@ -31,18 +31,34 @@ inline TangentMatrices<T> matrices_of(const JvpParams<T>& params) {
   return {params.problem, params.directions, /*grad_out=*/{}};
 }
 
+/// Of one key/value head; 0 if nothing is prepared.
+template <class Products, class T>
+inline int64_t jvp_prepared_bytes(const JvpParams<T>& params) {
+  return Products::prepared_bytes(matrices_of(params));
+}
+
+template <class Products, class T>
+inline void prepare_jvp(const JvpParams<T>& params, int64_t head, void* prepared) {
+  const Problem<T>& p = params.problem;
+  const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
+  Products::prepare(matrices_of(params),
+                    RowTile<Products::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group,
+                                                   group, /*first_row=*/0),
+                    static_cast<char*>(prepared) + head * jvp_prepared_bytes<Products>(params));
+}
+
 template <class Products, class T>
 inline int64_t jvp_scratch_bytes(const JvpParams<T>& params) {
   using Work = TangentTile<Products>;
   const Problem<T>& p = params.problem;
-  const int64_t numbers = Work::scratch_numbers(matrices_of(params), /*kept_keys=*/0) +
+  const int64_t numbers = Work::scratch_numbers(matrices_of(params), /*keys=*/{0, 0}) +
                           Products::sum_rows(p.value_dim) * Work::kRows;
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
 /// Tiles of a head run from the last to the first, as in the forward.
 template <class Products, class T>
-inline void attention_jvp(const JvpParams<T>& params, int64_t unit, void* scratch) {
+inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t unit, void* scratch) {
   using S = Simd<T>;
   using Work = TangentTile<Products>;
   using Number = typename S::Number;
@@ -52,7 +68,10 @@ inline void attention_jvp(const JvpParams<T>& params, int64_t unit, void* scratc
   const int64_t head = unit / tiles, kv_head = head % p.kv_heads;
   const int64_t first_row = (tiles - 1 - unit % tiles) * Work::kRows;
 
-  Work work(matrices_of(params), along, params.lse, params.lse_rest, /*kept=*/{0, 0},
+  const int64_t prepared_bytes = jvp_prepared_bytes<Products>(params);
+  void* of_head =
+      prepared_bytes == 0 ? nullptr : static_cast<char*>(prepared) + head * prepared_bytes;
+  Work work(matrices_of(params), along, params.lse, params.lse_rest, /*keys=*/{0, 0}, of_head,
             static_cast<T*>(scratch));
   work.tile =
       RowTile<Work::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, first_row);

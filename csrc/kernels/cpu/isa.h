@@ -34,8 +34,10 @@ struct BackwardKernels {
 template <class T>
 struct TangentKernels {
   int64_t (*jvp_units)(const JvpParams<T>&);
+  int64_t (*jvp_prepared_bytes)(const JvpParams<T>&);  // of one key/value head
+  void (*prepare_jvp)(const JvpParams<T>&, int64_t head, void* prepared);
   int64_t (*jvp_scratch_bytes)(const JvpParams<T>&);
-  void (*jvp)(const JvpParams<T>&, int64_t unit, void* scratch);
+  void (*jvp)(const JvpParams<T>&, void* prepared, int64_t unit, void* scratch);
 
   int64_t (*backward_backward_scratch_bytes)(const BackwardBackwardParams<T>&);
   int64_t (*partial_grad_query_t_size)(const BackwardBackwardParams<T>&);

@@ -61,12 +61,19 @@ class VectorProducts {
   /// Rows of sums of this width that are transposed.
   static int64_t sum_rows(int64_t width) { return width; }
 
-  static int64_t scratch_numbers(const TangentMatrices<T>& matrices, int64_t /*kept_keys*/) {
-    return VectorProducts(matrices, {0, 0}, nullptr).numbers_;
+  /// What is made of the keys of one head for all its tiles of rows, by prepare.
+  static int64_t prepared_bytes(const TangentMatrices<T>& /*matrices*/) { return 0; }
+  static void prepare(const TangentMatrices<T>& /*matrices*/, const RowTile<kRows>& /*tile*/,
+                      void* /*prepared*/) {}
+
+  static int64_t scratch_numbers(const TangentMatrices<T>& matrices, KeyRange keys) {
+    return VectorProducts(matrices, keys, nullptr, nullptr).numbers_;
   }
 
-  /// kept: the keys that all rows come back to, or none.
-  VectorProducts(const TangentMatrices<T>& matrices, KeyRange /*kept*/, T* scratch) : m_(matrices) {
+  /// keys: those of all blocks, if nothing was prepared of the head.
+  VectorProducts(const TangentMatrices<T>& matrices, KeyRange /*keys*/, void* /*prepared*/,
+                 T* scratch)
+      : m_(matrices) {
     const auto take = [&](T*& part, int64_t numbers) {
       part = scratch == nullptr ? nullptr : scratch + numbers_;
       numbers_ += numbers;

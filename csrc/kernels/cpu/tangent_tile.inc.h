@@ -65,18 +65,19 @@ struct TangentTile {
   alignas(64) T lse_rest[kRows];
   alignas(64) T slope_t[kRows];
 
-  static int64_t scratch_numbers(const TangentMatrices<T>& matrices, int64_t kept_keys) {
-    return tile_numbers(matrices.p) + Products::scratch_numbers(matrices, kept_keys);
+  static int64_t scratch_numbers(const TangentMatrices<T>& matrices, KeyRange keys) {
+    return tile_numbers(matrices.p) + Products::scratch_numbers(matrices, keys);
   }
 
-  /// kept: the keys that other tiles of rows meet as well, or none.
+  /// keys: those of all blocks, if nothing was prepared of the head.
   TangentTile(const TangentMatrices<T>& matrices, const Directions<T>& directions,
-              const T* lse_numbers, const T* lse_rest_numbers, KeyRange kept, T* scratch)
+              const T* lse_numbers, const T* lse_rest_numbers, KeyRange keys, void* prepared,
+              T* scratch)
       : p(matrices.p),
         along(directions),
         lse_of_rows(lse_numbers),
         lse_rest_of_rows(lse_rest_numbers),
-        products(matrices, kept, scratch + tile_numbers(p)) {
+        products(matrices, keys, prepared, scratch + tile_numbers(p)) {
     p_tile = scratch;
     scores_t = p_tile + kTile;
     mask.bias = scores_t + kTile;
@@ -85,7 +86,7 @@ struct TangentTile {
     T* end_of_tiles = p.softcap != T(0) ? cap_slopes_t + kTile : cap_slopes;
     mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
     stays = mask.bits + kTile / 8;
-    end_of_scratch = scratch + scratch_numbers(matrices, kept.end - kept.begin);
+    end_of_scratch = scratch + scratch_numbers(matrices, keys);
   }
 
   static int64_t tiles_of_head(const Problem<T>& p) {
