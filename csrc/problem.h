@@ -57,6 +57,19 @@ class BatchDimensions {
   std::vector<Strides> tensors_;
 };
 
+/// x, laid out as `like` is if it has more batch dimensions than kernels handle: then these must
+/// merge, as those of an operand do.
+inline Tensor merging_as(const Tensor& like, const Tensor& x) {
+  return x.dim() - 3 <= kernels::kMaxBatchRank ? x : at::empty_like(like).copy_(x);
+}
+inline Tangents merging_as(const Operands& like, Tangents tangents) {
+  const auto operands = like.tensors();
+  for (size_t i = 0; i < 3; ++i) {
+    if (tangents[i]) tangents[i] = merging_as(*operands[i], *tangents[i]);
+  }
+  return tangents;
+}
+
 /// The stride of dimension d (from the end), 0 where x is broadcast, or has no memory to step in.
 inline int64_t broadcast_stride(const Tensor& x, int64_t d) {
   return x.dim() < d || x.size(-d) == 1 || x.numel() == 0 ? 0 : x.stride(-d);

@@ -2,7 +2,6 @@
 // their parts of grad_query, for the mask's gradient and for what heads have one number of.
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -93,9 +92,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   }
 
   const auto real = lse.scalar_type();
-  // Batch dimensions must merge if there are many. Those of out do if the query's did.
-  const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
-  const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
+  const Tensor incoming = with_unit_columns(merging_as(out, grad_out));
   const Operands x = readable(operands, real, Reads16Bits::kAll);
   const Results of_forward{
       with_unit_columns(out),
@@ -107,14 +104,13 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   Gradients grads = results;
   if (needs[3]) grads[3] = writable(results[3], real).zero_();
   if (real == at::kDouble) {
-    run<double>(kernels_for<double>(), true, x, with_unit_columns(incoming), dense_grad_lse,
-                of_forward, grads, needs);
+    run<double>(kernels_for<double>(), true, x, incoming, dense_grad_lse, of_forward, grads, needs);
   } else {
     const auto* in_bfloat16 = bfloat16_kernels_for(operands);
     const kernels::BackwardKernels<float>* of_splits = in_bfloat16;
     if (in_bfloat16 == nullptr) of_splits = &kernels_for<float>();
-    run<float>(*of_splits, in_bfloat16 == nullptr, x, with_unit_columns(incoming), dense_grad_lse,
-               of_forward, grads, needs);
+    run<float>(*of_splits, in_bfloat16 == nullptr, x, incoming, dense_grad_lse, of_forward, grads,
+               needs);
   }
   put(grads, results);
   return std::tuple_cat(results);

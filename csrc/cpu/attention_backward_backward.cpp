@@ -117,6 +117,8 @@ TensorTuple<8> attention_backward_backward(
   }
 
   const auto real = lse.scalar_type();
+  const Tangents along = merging_as(x, cotangents);
+  const Tensor incoming = merging_as(out, grad_out);
   Gradients of_operands;
   std::copy(results.begin() + 2, results.end(), of_operands.begin());
   Needs needs_of_operands;
@@ -125,8 +127,8 @@ TensorTuple<8> attention_backward_backward(
     Tensors t;
     t.needs = needs_of_operands;
     t.x = readable(heads.of(x), real, Reads16Bits::kAll);
-    t.cotangents = readable(heads.of(cotangents), real);
-    t.grad_out = with_unit_columns(heads.of_rows(grad_out));
+    t.cotangents = readable(heads.of(along), real);
+    t.grad_out = with_unit_columns(heads.of_rows(incoming));
     if (grad_lse) t.grad_lse = heads.of_scalars(*grad_lse);
     t.out = exact_output(heads.of_rows(out), heads.of_rows(out_rest), real);
     t.lse = heads.of_scalars(lse);

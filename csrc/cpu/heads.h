@@ -8,7 +8,7 @@
 #include "layout.h"
 #include "operands.h"
 
-// Derivatives of half types are computed on copies in float32. However long the sequences are,
+// Second order of half types makes copies of outputs in float32. However long the sequences are,
 // these stay small: they are made for a few heads at a time.
 
 namespace qkv::cpu {

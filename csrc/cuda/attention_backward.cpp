@@ -1,6 +1,5 @@
 // _attention_backward on CUDA: tensors to Params, and a launch for each kind of gradient.
 
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -60,11 +59,8 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   if (needs[3]) grads[3] = writable(results[3], real);  // summed in memory, rounded once
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = grad_lse->contiguous();
-  // Batch dimensions must merge if there are many. Those of out do if the query's did.
-  const bool many = operands.query.dim() - 3 > kernels::kMaxBatchRank;
-  const Tensor incoming = many ? at::empty_like(out).copy_(grad_out) : grad_out;
   const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
-  run_in(readable(operands, real), with_unit_columns(incoming), dense_grad_lse,
+  run_in(readable(operands, real), with_unit_columns(merging_as(out, grad_out)), dense_grad_lse,
          with_unit_columns(out), lse.contiguous(), with_unit_columns(out_rest),
          lse_rest.contiguous(), grads, needs);
   if (!grads[3].is_same(results[3])) results[3].copy_(grads[3]);

@@ -97,8 +97,8 @@ TensorTuple<8> attention_backward_backward(
   const auto real = lse.scalar_type();
   Tensors t;
   t.x = readable(x, real);
-  t.cotangents = readable(cotangents, real);
-  t.grad_out = with_unit_columns(grad_out);
+  t.cotangents = readable(merging_as(x, cotangents), real);
+  t.grad_out = with_unit_columns(merging_as(out, grad_out));
   if (grad_lse) t.grad_lse = grad_lse->contiguous();
   t.out = with_unit_columns(out);
   t.lse = lse.contiguous();

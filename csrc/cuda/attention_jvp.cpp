@@ -46,8 +46,8 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor&
   if (lse.numel() == 0) return {out_t, lse_t};
   const auto real = lse.scalar_type();
   const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
-  run_in(readable(x, real), readable(tangents, real), with_unit_columns(out), lse.contiguous(),
-         with_unit_columns(out_rest), lse_rest.contiguous(), out_t, lse_t);
+  run_in(readable(x, real), readable(merging_as(x, tangents), real), with_unit_columns(out),
+         lse.contiguous(), with_unit_columns(out_rest), lse_rest.contiguous(), out_t, lse_t);
   return {out_t, lse_t};
 }
 

@@ -316,12 +316,25 @@ def test_an_offset_at_the_end_of_the_integers(offset):
     torch.testing.assert_close(out, expected @ x)
 
 
-def test_many_batch_dimensions_and_a_gradient_that_lies_otherwise():
-    query = torch.randn(*[2] * 9, 1, 2, 2, requires_grad=True)
-    grad = torch.randn(*[2] * 9, 1, 2, 2).permute(*reversed(range(9)), 9, 10, 11)
-    out = qkv.attention(query, query, query)
-    (actual,) = torch.autograd.grad(out, query, grad, retain_graph=True)
-    assert torch.equal(actual, torch.autograd.grad(out, query, grad.contiguous())[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_batch_dimensions_and_directions_that_lie_otherwise(dtype):
+    query = torch.randn(*[2] * 9, 1, 2, 2, dtype=dtype, requires_grad=True)
+
+    def reversed_batch():
+        x = torch.randn(*[2] * 9, 1, 2, 2, dtype=dtype)
+        return x.permute(*reversed(range(9)), 9, 10, 11).requires_grad_()
+
+    def derivatives(grad, along):
+        _, tangent = torch.func.jvp(lambda x: qkv.attention(x, x, x), (query,), (along,))
+        out = qkv.attention(query, query, query)
+        first = torch.autograd.grad(out, query, grad, create_graph=True)
+        return tangent, *first, *torch.autograd.grad(first, (query, grad), along)
+
+    grad, along = reversed_batch(), reversed_batch()
+    for actual, expected in zip(
+        derivatives(grad, along), derivatives(grad.contiguous(), along.contiguous()), strict=True
+    ):
+        assert torch.equal(actual, expected)
 
 
 @DTYPES
