@@ -152,6 +152,14 @@ def test_opcheck(name):
     torch.library.opcheck(torch.ops.qkv._attention_backward_backward.default, args)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(0, 8), (8, 0), (0, 0)])
+def test_without_columns(head_dim, value_dim, dtype):
+    widths = {"head_dim": head_dim, "value_dim": value_dim, "scale": 1.0}
+    entry = {"batch": [1], "heads": 2, "queries": 50, "keys": 100, "is_causal": True, **widths}
+    check({"name": "no columns", **entry}, dtype, TOLERANCE.get(dtype, 0.02))
+
+
 @pytest.mark.unfused  # forward over forward
 def test_every_order_of_modes():
     """The Hessian with respect to all inputs, mapped over its rows, by all ways to it."""

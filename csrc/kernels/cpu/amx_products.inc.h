@@ -38,13 +38,12 @@ struct AmxKeys {
 
   AmxKeys(const TangentMatrices<float>& m, KeyRange keys, Pieces& pieces) : range(keys) {
     const int64_t squares = (keys.end - keys.begin + kSquare - 1) / kSquare;
-    const bool is_backward = m.has(kGradOut);
     for (int i = 0; i < kOfKeys; ++i) {
       const auto x = OfKeys(i);
       const bool of_scores = x == kKey || x == kKeyT;
       if (!m.has(x)) continue;
-      if (of_scores || is_backward) pieces.take(lines[x], 2 * squares * amx_depths(m.width(x)));
-      if (of_scores != is_backward) continue;
+      if (of_scores || m.of_backward) pieces.take(lines[x], 2 * squares * amx_depths(m.width(x)));
+      if (of_scores != m.of_backward) continue;
       pieces.take(columns[x], squares * amx_columns(m.width(x)));
       pieces.take(poisoned[x], (squares + kTileBytes - 1) / kTileBytes);
     }
@@ -170,6 +169,7 @@ class AmxProducts {
 
   /// c[width][rows] += Xᵀ b for b[keys][rows]
   QKV_ONE_COPY void add_to_rows(OfKeys x, const float* b, float* c) const {
+    if (!m_.has(x)) return;  // it has no columns
     for (int g = 0; g < kSquares; ++g) {
       Steps keys;
       for (int i = 0; i < squares_of(block_.keys); ++i) {
@@ -228,7 +228,7 @@ class AmxProducts {
         const auto y = OfRows(i);
         if (!m.has(y)) continue;
         pieces.take(row_columns[y], 2 * kSquares * amx_depths(m.width(y)));
-        if (m.has(kGradOut)) pieces.take(rows[y], kSquares * amx_columns(m.width(y)));
+        if (m.of_backward) pieces.take(rows[y], kSquares * amx_columns(m.width(y)));
       }
     }
     int64_t bytes() const { return pieces.bytes(); }

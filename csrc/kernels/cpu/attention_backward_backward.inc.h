@@ -29,7 +29,7 @@ namespace qkv::kernels::QKV_ISA {
 
 template <class T>
 inline TangentMatrices<T> matrices_of(const BackwardBackwardParams<T>& params) {
-  return {params.backward.problem, params.directions, params.backward.grad_out};
+  return {params.backward.problem, params.directions, &params.backward.grad_out};
 }
 
 /// dS, dS' and R ∘ P' of one tile of rows and one block of keys.

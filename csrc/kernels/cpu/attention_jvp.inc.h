@@ -28,7 +28,7 @@ inline int64_t jvp_units(const JvpParams<T>& params) {
 
 template <class T>
 inline TangentMatrices<T> matrices_of(const JvpParams<T>& params) {
-  return {params.problem, params.directions, /*grad_out=*/{}};
+  return {params.problem, params.directions, /*grad_out=*/nullptr};
 }
 
 /// Of one key/value head; 0 if nothing is prepared.

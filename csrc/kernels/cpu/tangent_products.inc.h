@@ -17,19 +17,21 @@ namespace qkv::kernels::QKV_ISA {
 enum OfKeys { kKey, kKeyT, kValue, kValueT, kOfKeys };
 enum OfRows { kQuery, kQueryT, kGradOut, kOfRows };
 
-/// A matrix that is not there has no data.
+/// A matrix that is not there has no data; nor has one without columns.
 template <class T>
 struct TangentMatrices {
   const Problem<T>& p;
+  bool of_backward;  // those of a jvp have no grad_out
   Operand<const T> keys[kOfKeys];
   Operand<const T> rows[kOfRows];
 
-  /// Numbers are stored as those of the problem are. Those of a jvp have no grad_out.
+  /// Numbers are stored as those of the problem are.
   TangentMatrices(const Problem<T>& problem, const Directions<T>& along,
-                  const Operand<const T>& grad_out)
+                  const Operand<const T>* grad_out)
       : p(problem),
+        of_backward(grad_out != nullptr),
         keys{problem.key, along.key, problem.value, along.value},
-        rows{problem.query, along.query, grad_out} {}
+        rows{problem.query, along.query, of_backward ? *grad_out : Operand<const T>{}} {}
 
   bool has(OfKeys x) const { return keys[x].data != nullptr; }
   bool has(OfRows y) const { return rows[y].data != nullptr; }
@@ -87,7 +89,7 @@ class VectorProducts {
       if (!m_.has(OfRows(y))) continue;
       const int64_t width = m_.width(OfRows(y));
       take(columns_[y], width * kRows);
-      if (m_.has(kGradOut)) take(rows_[y], round_up_to_vector<T>(width) * kRows);
+      if (m_.of_backward) take(rows_[y], round_up_to_vector<T>(width) * kRows);
     }
   }
 
