@@ -58,14 +58,15 @@ class BatchDimensions {
 };
 
 /// x, laid out as `like` is if it has more batch dimensions than kernels handle: then these must
-/// merge, as those of an operand do.
-inline Tensor merging_as(const Tensor& like, const Tensor& x) {
-  return x.dim() - 3 <= kernels::kMaxBatchRank ? x : at::empty_like(like).copy_(x);
+/// merge, as those of an operand do. Where `like` is broadcast, x need not be.
+inline Tensor merging_as(const Tensor& like, const Tensor& x, int64_t inner_rank = 3) {
+  if (x.dim() - inner_rank <= kernels::kMaxBatchRank) return x;
+  return x.sizes() == like.sizes() ? at::empty_like(like).copy_(x) : x.contiguous();
 }
 inline Tangents merging_as(const Operands& like, Tangents tangents) {
   const auto operands = like.tensors();
-  for (size_t i = 0; i < 3; ++i) {
-    if (tangents[i]) tangents[i] = merging_as(*operands[i], *tangents[i]);
+  for (size_t i = 0; i < tangents.size(); ++i) {
+    if (tangents[i]) tangents[i] = merging_as(*operands[i], *tangents[i], i < 4 ? 3 : 1);
   }
   return tangents;
 }

@@ -2,7 +2,6 @@
 
 #include "cpu/attention_jvp.h"
 
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "checks.h"

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <vector>
@@ -8,8 +9,9 @@
 #include "layout.h"
 #include "operands.h"
 
-// Second order of half types makes copies of outputs in float32. However long the sequences are,
-// these stay small: they are made for a few heads at a time.
+// Second order and forward mode of half types make copies of outputs in float32, and with AMX of
+// the keys. However long the sequences are, these stay small: they are made for a few heads at a
+// time.
 
 namespace qkv::cpu {
 
@@ -104,10 +106,12 @@ inline std::vector<Heads> ranges_of_heads(const Operands& x, const Needs& needs 
   const int64_t heads = x.key.size(-3);
   int64_t at_once = heads;
   if (has_16_bits(x.query) && !sums_over_heads(x, needs)) {
-    const int64_t of_query = x.query.numel() / heads, of_key = x.key.numel() / heads;
-    const int64_t batch = x.key.numel() == 0 ? 1 : of_key / (x.key.size(-2) * x.key.size(-1));
+    const int64_t batch = c10::multiply_integers(x.query.sizes().slice(0, x.query.dim() - 3));
+    const int64_t rows = x.query.size(-3) / heads * x.query.size(-2);
+    const int64_t widest = std::max(x.key.size(-1), x.value.size(-1));
+    const int64_t of_head = batch * std::max(rows * x.value.size(-1), x.key.size(-2) * widest);
+    const int64_t small = kNumbers / std::max<int64_t>(of_head, 1);
     const int64_t for_all_threads = (at::get_num_threads() + batch - 1) / batch;
-    const int64_t small = kNumbers / std::max<int64_t>({of_query, of_key, 1});
     at_once = std::clamp(std::max(small, for_all_threads), int64_t{1}, heads);
   }
   std::vector<Heads> ranges;

@@ -319,22 +319,23 @@ def test_an_offset_at_the_end_of_the_integers(offset):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_batch_dimensions_and_directions_that_lie_otherwise(dtype):
     query = torch.randn(*[2] * 9, 1, 2, 2, dtype=dtype, requires_grad=True)
+    bias = torch.randn(*[2] * 9, 1, 2, 2, requires_grad=True)
 
-    def reversed_batch():
-        x = torch.randn(*[2] * 9, 1, 2, 2, dtype=dtype)
-        return x.permute(*reversed(range(9)), 9, 10, 11).requires_grad_()
+    def reversed_batch(like):
+        x = torch.randn_like(like).permute(*reversed(range(9)), 9, 10, 11)
+        return x.detach().requires_grad_()
 
-    def derivatives(grad, along):
-        _, tangent = torch.func.jvp(lambda x: qkv.attention(x, x, x), (query,), (along,))
-        out = qkv.attention(query, query, query)
-        first = torch.autograd.grad(out, query, grad, create_graph=True)
-        return tangent, *first, *torch.autograd.grad(first, (query, grad), along)
+    def derivatives(grad, *along):
+        attend = lambda x, bias: qkv.attention(x, x, x, attn_mask=bias)  # noqa: E731
+        _, tangent = torch.func.jvp(attend, (query, bias), along)
+        out = attend(query, bias)
+        first = torch.autograd.grad(out, (query, bias), grad, create_graph=True)
+        return tangent, *first, *torch.autograd.grad(first, (query, bias, grad), along)
 
-    grad, along = reversed_batch(), reversed_batch()
-    for actual, expected in zip(
-        derivatives(grad, along), derivatives(grad.contiguous(), along.contiguous()), strict=True
-    ):
-        assert torch.equal(actual, expected)
+    directions = [reversed_batch(x) for x in (query, query, bias)]
+    expected = derivatives(*(x.contiguous() for x in directions))
+    for actual, e in zip(derivatives(*directions), expected, strict=True):
+        assert torch.equal(actual, e)
 
 
 @DTYPES

@@ -188,7 +188,7 @@ class AmxProducts {
     }
   }
 
-  /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
+  /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors, and it has whole squares
   QKV_ONE_COPY void add_to_keys(OfRows y, const float* a, float* c) const {
     const int64_t width = columns(y) * kTileRows;
     for (int i = 0; i < squares_of(block_.keys); ++i) {
@@ -208,6 +208,7 @@ class AmxProducts {
  private:
   static constexpr int kSquares = kRows / kSquare;
   static constexpr int kBlockSquares = kBackwardBlockKeys / kSquare;
+  static_assert(kRows % kSquare == 0 && kBackwardBlockKeys % kSquare == 0);
 
   /// Where there is what: or only how much it is, if scratch is nullptr.
   struct Memory {

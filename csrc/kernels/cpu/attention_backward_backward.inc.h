@@ -205,7 +205,7 @@ inline void attention_backward_backward(const BackwardBackwardParams<T>& params,
   const int64_t of_keys =
       (keys.end - keys.begin + kBackwardBlockKeys - 1) / kBackwardBlockKeys * kBackwardBlockKeys;
   T* own_grad_query = work.end_of_scratch;         // [D][rows]
-  T* grad_key = own_grad_query + grad_query_size;  // [keys of the split][D]
+  T* grad_key = own_grad_query + grad_query_size;  // [keys of the split, whole blocks][D]
   T* grad_value = grad_key + of_keys * key_width;
   set_to_zero(grad_key, of_keys * (key_width + value_width));
   T scale_of_row[kRows];
@@ -223,7 +223,8 @@ inline void attention_backward_backward(const BackwardBackwardParams<T>& params,
     const KeyRange range = work.keys_of_rows().intersection(keys);
     if (!range.empty()) work.load_rows();
     set_to_zero(slope_gradient, kRows);
-    for (int64_t n = Products::first_key(range.begin); n < range.end; n += Work::kBlockKeys) {
+    for (int64_t n = Products::first_key(range.begin); !range.empty() && n < range.end;
+         n += Work::kBlockKeys) {
       const int block =
           range.end - n < Work::kBlockKeys ? static_cast<int>(range.end - n) : Work::kBlockKeys;
       const TileState state = work.load_block(n, block);

@@ -60,7 +60,7 @@ struct TangentTile {
   uint8_t* stays;  // R != 0
   AlibiTile<T, kVectors> alibi;
   T* end_of_scratch;
-  T factor = T(1);  // what S and S' still lack
+  T pending_scale = T(1);  // what S and S' still lack
   alignas(64) T lse[kRows];
   alignas(64) T lse_rest[kRows];
   alignas(64) T slope_t[kRows];
@@ -184,16 +184,16 @@ struct TangentTile {
 
   /// Now, or where P is taken of them, if nothing happens to them before.
   void scale_scores(int64_t size) {
-    factor = p.scale;
+    pending_scale = p.scale;
     if (p.softcap == T(0) && !mask.has_bias(p) && p.alibi_slopes.data == nullptr &&
         along.attn_mask.data == nullptr && along.alibi_slopes.data == nullptr) {
       return;
     }
     for (int64_t x = 0; x < size; x += S::kWidth) {
-      S::store(p_tile + x, S::load(p_tile + x) * S::set(factor));
-      S::store(scores_t + x, S::load(scores_t + x) * S::set(factor));
+      S::store(p_tile + x, S::load(p_tile + x) * S::set(pending_scale));
+      S::store(scores_t + x, S::load(scores_t + x) * S::set(pending_scale));
     }
-    factor = T(1);
+    pending_scale = T(1);
   }
 
   /// scores_t: U' -> f'(U) U', and cap_slopes_t = f''(U) U' with f'' = -2 / c² · f · f'.
@@ -216,7 +216,7 @@ struct TangentTile {
 
   QKV_INLINE Number scaled(const T* scores) const {
     if constexpr (Products::kScalesScores) return S::load(scores);
-    return S::load(scores) * S::set(factor);
+    return S::load(scores) * S::set(pending_scale);
   }
 
   template <class F>
