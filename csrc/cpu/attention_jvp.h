@@ -5,6 +5,7 @@
 
 namespace qkv::cpu {
 
+/// Those that multiply in bfloat16, where there are any for this problem.
 template <class T>
 const kernels::TangentKernels<T>& tangent_kernels_for(const kernels::Problem<T>& problem) {
   if constexpr (sizeof(T) == sizeof(float)) {

@@ -62,48 +62,108 @@ struct AmxBackwardMemory {
   uint8_t* bits;
   uint8_t* stays;
 
-  int64_t bytes = 0;
+  int64_t bytes;
 
-  AmxBackwardMemory(const BackwardParams<float>& params, void* memory)
-      : memory_(static_cast<char*>(memory)) {
+  AmxBackwardMemory(const BackwardParams<float>& params, void* memory) {
+    Pieces pieces(memory);
     const Problem<float>& p = params.problem;
     const int64_t blocks = (backward_blocks(p) + params.splits - 1) / params.splits;
     const int64_t keys = blocks * kBlockSquares;  // in squares
     const int64_t depths = amx_depths(p.head_dim), value_depths = amx_depths(p.value_dim);
     const int64_t columns = amx_columns(p.head_dim), value_columns = amx_columns(p.value_dim);
-    take(key_lines, 2 * keys * depths);
-    take(value_lines, 2 * keys * value_depths);
-    take(key_columns, keys * columns);
-    take(grad_key, 2 * keys * columns);
-    take(grad_value, 2 * keys * value_columns);
-    take(query_columns, 2 * kSquares * depths);
-    take(grad_out_columns, 2 * kSquares * value_depths);
-    take(query_rows, kSquares * columns);
-    take(grad_out_rows, kSquares * value_columns);
-    take(grad_query_t, 2 * kSquares * columns);
+    pieces.take(key_lines, 2 * keys * depths);
+    pieces.take(value_lines, 2 * keys * value_depths);
+    pieces.take(key_columns, keys * columns);
+    pieces.take(grad_key, 2 * keys * columns);
+    pieces.take(grad_value, 2 * keys * value_columns);
+    pieces.take(query_columns, 2 * kSquares * depths);
+    pieces.take(grad_out_columns, 2 * kSquares * value_depths);
+    pieces.take(query_rows, kSquares * columns);
+    pieces.take(grad_out_rows, kSquares * value_columns);
+    pieces.take(grad_query_t, 2 * kSquares * columns);
     constexpr int64_t kOfSquares = kSquare * kRows * int64_t{sizeof(float)} / kTileBytes;
-    take(scores, kOfSquares);
-    take(grads, kOfSquares);
-    take(caps, p.softcap != 0.0f ? kOfSquares : 0);
-    take(p_lines, 4 * kSquares);
-    take(ds_lines, 4 * kSquares);
-    take(ds_pairs, 4 * kSquares * kBlockSquares);
-    take(bias, MaskTile<float, kRows>::has_bias(p) ? kOfSquares * kBlockSquares : 0);
+    pieces.take(scores, kOfSquares);
+    pieces.take(grads, kOfSquares);
+    pieces.take(caps, p.softcap != 0.0f ? kOfSquares : 0);
+    pieces.take(p_lines, 4 * kSquares);
+    pieces.take(ds_lines, 4 * kSquares);
+    pieces.take(ds_pairs, 4 * kSquares * kBlockSquares);
+    pieces.take(bias, MaskTile<float, kRows>::has_bias(p) ? kOfSquares * kBlockSquares : 0);
     constexpr int64_t kBits = (kBackwardBlockKeys / 8 * kRows + kTileBytes - 1) / kTileBytes;
-    take(bits, kBits);
-    take(stays, kBits);
-    take(poisoned, (keys + kTileBytes - 1) / kTileBytes);
+    pieces.take(bits, kBits);
+    pieces.take(stays, kBits);
+    pieces.take(poisoned, (keys + kTileBytes - 1) / kTileBytes);
+    bytes = pieces.bytes();
   }
-
- private:
-  template <class T>
-  void take(T*& part, int64_t tiles) {
-    part = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes);
-    bytes += tiles * kTileBytes;
-  }
-
-  char* memory_;
 };
+
+/// 32 rows and keys of a tile, from the bits of pairs that are kept: `row_bytes` for 8 keys.
+inline TileState state_of_square(const uint8_t* bits, int64_t row_bytes, int keys) {
+  auto any = _mm256_setzero_si256(), all = _mm256_set1_epi8(-1);
+  for (int k = 0; k < keys; k += 8, bits += row_bytes) {
+    const auto kept = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits));
+    const auto inside = _mm256_set1_epi8(static_cast<char>(bits_in_range(0, keys - k)));
+    any = _mm256_or_si256(any, _mm256_and_si256(kept, inside));
+    all = _mm256_and_si256(all, _mm256_or_si256(kept, ~inside));
+  }
+  if (_mm256_testz_si256(any, any)) return TileState::kEmpty;
+  return _mm256_movepi8_mask(_mm256_cmpeq_epi8(all, _mm256_set1_epi8(-1))) == ~__mmask32(0)
+             ? TileState::kFull
+             : TileState::kPartial;
+}
+
+/// `count` keys as tiles A [keys / 16][depths].
+inline void pack_key_lines(const BFloat16* keys, int64_t stride, int64_t count, int64_t width,
+                           BFloat16* to) {
+  for (int64_t k = 0; k < (count + kSquare - 1) / kSquare * kSquare; k += kTileRows) {
+    const BFloat16* rows[kTileRows];
+    for (int l = 0; l < kTileRows; ++l) rows[l] = k + l < count ? keys + (k + l) * stride : nullptr;
+    pack_lines(rows, width, to);
+    to += amx_depths(width) * kTileRows * kTileDepth;
+  }
+}
+
+/// The same as tiles A [keys / 32][columns], which leave out what is not finite; `poisoned` says
+/// of which 32 keys.
+inline void pack_key_columns(const BFloat16* keys, int64_t stride, int64_t count, int64_t width,
+                             BFloat16* to, uint8_t* poisoned) {
+  const auto row = [&](int64_t k) { return k < count ? keys + k * stride : nullptr; };
+  for (int64_t k = 0; k < count; k += kSquare) {
+    const BFloat16* first[kTileRows];
+    const BFloat16* second[kTileRows];
+    for (int l = 0; l < kTileRows; ++l) {
+      first[l] = row(k + 2 * l);
+      second[l] = row(k + 2 * l + 1);
+    }
+    *poisoned++ = !pack_columns(first, second, width, to);
+    to += amx_columns(width) * kTileRows * kTileDepth;
+  }
+}
+
+/// A tile of rows of x as tiles B: transposed [rows / 16][depths] and, unless that is nullptr,
+/// [rows / 32][columns], which leave out what is not finite. False if something was not.
+template <int kRows>
+inline bool pack_rows(const RowTile<kRows>& tile, const Operand<const float>& x, int64_t width,
+                      BFloat16* columns, BFloat16* rows) {
+  constexpr int64_t kTile = kTileRows * kTileDepth;
+  bool all_finite = true;
+  for (int g = 0; g * kSquare < tile.rows; ++g) {
+    const BFloat16* halves[2][kTileRows];
+    for (int l = 0; l < kSquare; ++l) {
+      const int r = g * kSquare + l;
+      halves[l / kTileRows][l % kTileRows] =
+          r < tile.rows ? tile.template stored_row<BFloat16>(x, r) : nullptr;
+    }
+    for (int half = 0; half < 2; ++half) {
+      pack_pairs_of_columns(halves[half], width, 1,
+                            columns + (2 * g + half) * amx_depths(width) * kTile);
+    }
+    if (rows == nullptr) continue;
+    all_finite &=
+        pack_pairs_of_rows(halves[0], halves[1], width, rows + g * amx_columns(width) * kTile);
+  }
+  return all_finite;
+}
 
 /// 16 numbers as bfloat16, or `count` of them.
 QKV_INLINE void store_rounded(BFloat16* to, int64_t stride, int64_t count, __m512 x) {
@@ -176,7 +236,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
       set_to_zero(slope_gradient_, kRows);
       const KeyRange range = keys_of_rows().intersection(keys_);
       if (!range.empty()) {
-        pack_rows();
+        load_rows();
         const int64_t first = keys_.begin + (range.begin - keys_.begin) / kSquare * kSquare;
         for (int64_t n = first; n < range.end; n += kBackwardBlockKeys) {
           const int64_t left = range.end - n;
@@ -199,63 +259,24 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
   }
 
  private:
-  using Lines = const BFloat16* [kTileRows];
-
   void pack_keys() {
     const int64_t count = keys_.end - keys_.begin;
     const BFloat16* key =
         tile.stored_keys_of_head<BFloat16>(p.key) + keys_.begin * p.key.row_stride;
     const BFloat16* value =
         tile.stored_keys_of_head<BFloat16>(p.value) + keys_.begin * p.value.row_stride;
-    const auto row = [count](const BFloat16* x, int64_t stride, int64_t k) {
-      return k < count ? x + k * stride : nullptr;
-    };
-    Lines first, second;
-    for (int64_t k = 0; k < count; k += kSquare) {
-      const int64_t square = k / kSquare;
-      for (int64_t half = 2 * square; half < 2 * square + 2; ++half) {
-        for (int l = 0; l < kTileRows; ++l) {
-          first[l] = row(key, p.key.row_stride, half * kTileRows + l);
-          second[l] = row(value, p.value.row_stride, half * kTileRows + l);
-        }
-        pack_lines(first, p.head_dim, m_.key_lines + half * depths_ * kTile);
-        pack_lines(second, p.value_dim, m_.value_lines + half * value_depths_ * kTile);
-      }
-      for (int l = 0; l < kTileRows; ++l) {
-        first[l] = row(key, p.key.row_stride, k + 2 * l);
-        second[l] = row(key, p.key.row_stride, k + 2 * l + 1);
-      }
-      m_.poisoned[square] =
-          !pack_columns(first, second, p.head_dim, m_.key_columns + square * columns_ * kTile);
-    }
+    pack_key_lines(key, p.key.row_stride, count, p.head_dim, m_.key_lines);
+    pack_key_lines(value, p.value.row_stride, count, p.value_dim, m_.value_lines);
+    pack_key_columns(key, p.key.row_stride, count, p.head_dim, m_.key_columns, m_.poisoned);
     const int64_t halves = 2 * ((count + kSquare - 1) / kSquare);
     set_to_zero(m_.grad_key, halves * columns_ * kSums);
     set_to_zero(m_.grad_value, halves * value_columns_ * kSums);
   }
 
-  void pack_rows() {
-    rows_finite_ = true;
-    for (int g = 0; g * kSquare < tile.rows; ++g) {
-      Lines query[2], grad_out[2];
-      for (int l = 0; l < kSquare; ++l) {
-        const int r = g * kSquare + l;
-        const bool has_row = r < tile.rows;
-        query[l / kTileRows][l % kTileRows] =
-            has_row ? tile.stored_row<BFloat16>(p.query, r) : nullptr;
-        grad_out[l / kTileRows][l % kTileRows] =
-            has_row ? tile.stored_row<BFloat16>(params.grad_out, r) : nullptr;
-      }
-      for (int half = 0; half < 2; ++half) {
-        pack_pairs_of_columns(query[half], p.head_dim, 1,
-                              m_.query_columns + (2 * g + half) * depths_ * kTile);
-        pack_pairs_of_columns(grad_out[half], p.value_dim, 1,
-                              m_.grad_out_columns + (2 * g + half) * value_depths_ * kTile);
-      }
-      rows_finite_ &=
-          pack_pairs_of_rows(query[0], query[1], p.head_dim, m_.query_rows + g * columns_ * kTile);
-      rows_finite_ &= pack_pairs_of_rows(grad_out[0], grad_out[1], p.value_dim,
-                                         m_.grad_out_rows + g * value_columns_ * kTile);
-    }
+  void load_rows() {
+    rows_finite_ = pack_rows(tile, p.query, p.head_dim, m_.query_columns, m_.query_rows);
+    rows_finite_ &=
+        pack_rows(tile, params.grad_out, p.value_dim, m_.grad_out_columns, m_.grad_out_rows);
     load_numbers([this](int r) {
       return dot_with_exact<float>(tile.stored_row<BFloat16>(params.grad_out, r),
                                    tile.stored_row<BFloat16>(params.out, r),
@@ -299,7 +320,9 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     Steps rows;
     bool is_partial[kSquares];
     for (int g = 0; g * kSquare < tile.rows; ++g) {
-      const TileState state = partial_ ? state_of(g, offset, count) : TileState::kFull;
+      const TileState state =
+          partial_ ? state_of_square(m_.bits + offset / 8 * kRows + g * kSquare, kRows, count)
+                   : TileState::kFull;
       if (state == TileState::kEmpty) continue;
       rows.add(g);
       key_steps[g].add(offset / kSquare);
@@ -338,22 +361,6 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     };
     multiply(m_.key_lines, m_.query_columns, depths_, m_.scores);
     multiply(m_.value_lines, m_.grad_out_columns, value_depths_, m_.grads);
-  }
-
-  /// Of 32 rows and `count` keys, at least one of each.
-  TileState state_of(int g, int offset, int count) const {
-    auto any = _mm256_setzero_si256(), all = _mm256_set1_epi8(-1);
-    for (int k = 0; k < count; k += 8) {
-      const auto bits = _mm256_loadu_si256(
-          reinterpret_cast<const __m256i*>(m_.bits + (offset + k) / 8 * kRows + g * kSquare));
-      const auto inside = _mm256_set1_epi8(static_cast<char>(bits_in_range(0, count - k)));
-      any = _mm256_or_si256(any, _mm256_and_si256(bits, inside));
-      all = _mm256_and_si256(all, _mm256_or_si256(bits, ~inside));
-    }
-    if (_mm256_testz_si256(any, any)) return TileState::kEmpty;
-    return _mm256_movepi8_mask(_mm256_cmpeq_epi8(all, _mm256_set1_epi8(-1))) == ~__mmask32(0)
-               ? TileState::kFull
-               : TileState::kPartial;
   }
 
   /// S and dP of a square become P and dS, in parts.

@@ -16,6 +16,23 @@ namespace qkv::kernels::QKV_ISA {
 
 constexpr int64_t kTileBytes = 1024;
 
+/// Hands out pieces of memory; or only counts them, if that is nullptr.
+class Pieces {
+ public:
+  explicit Pieces(void* memory) : memory_(static_cast<char*>(memory)) {}
+
+  template <class T>
+  void take(T*& piece, int64_t tiles) {
+    piece = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
+    bytes_ += tiles * kTileBytes;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  char* memory_;
+  int64_t bytes_ = 0;
+};
+
 /// Operand tiles of a product. That of row (or column) i, part h and step s is
 /// data + i · next + h · part + s · step, in tiles.
 struct TileOperand {

@@ -12,23 +12,6 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Hands out pieces of memory; or only counts them, if that is nullptr.
-class Pieces {
- public:
-  explicit Pieces(void* memory) : memory_(static_cast<char*>(memory)) {}
-
-  template <class T>
-  void take(T*& piece, int64_t tiles) {
-    piece = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
-    bytes_ += tiles * kTileBytes;
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  char* memory_;
-  int64_t bytes_ = 0;
-};
-
 /// The matrices of a range of keys of one key/value head, packed.
 struct AmxKeys {
   KeyRange range;
@@ -58,37 +41,22 @@ struct AmxKeys {
   /// Of the head of a tile of rows.
   template <int kRows>
   void pack(const TangentMatrices<float>& m, const RowTile<kRows>& tile) {
-    for (int x = 0; x < kOfKeys; ++x) {
-      const Operand<const float>& keys = m.keys[x];
-      if (!m.has(OfKeys(x))) continue;
-      pack(OfKeys(x), tile.template stored_keys_of_head<BFloat16>(keys), keys.row_stride,
-           m.width(OfKeys(x)));
-    }
-  }
-
- private:
-  void pack(OfKeys x, const BFloat16* keys, int64_t stride, int64_t width) {
-    constexpr int64_t kTile = kTileRows * kTileDepth;
-    const auto row = [&](int64_t k) { return k < range.end ? keys + k * stride : nullptr; };
-    const BFloat16* first[kTileRows];
-    const BFloat16* second[kTileRows];
-    for (int64_t k = range.begin; k < range.end; k += kSquare) {
-      const int64_t square = (k - range.begin) / kSquare;
-      for (int half = 0; half < 2 && lines[x] != nullptr; ++half) {
-        for (int l = 0; l < kTileRows; ++l) first[l] = row(k + half * kTileRows + l);
-        pack_lines(first, width, lines[x] + (2 * square + half) * amx_depths(width) * kTile);
+    const int64_t count = range.end - range.begin;
+    for (int i = 0; i < kOfKeys; ++i) {
+      const auto x = OfKeys(i);
+      const int64_t stride = m.keys[x].row_stride, width = m.width(x);
+      if (!m.has(x)) continue;
+      const BFloat16* keys =
+          tile.template stored_keys_of_head<BFloat16>(m.keys[x]) + range.begin * stride;
+      if (lines[x] != nullptr) pack_key_lines(keys, stride, count, width, lines[x]);
+      if (columns[x] != nullptr) {
+        pack_key_columns(keys, stride, count, width, columns[x], poisoned[x]);
       }
-      if (columns[x] == nullptr) continue;
-      for (int l = 0; l < kTileRows; ++l) {
-        first[l] = row(k + 2 * l);
-        second[l] = row(k + 2 * l + 1);
-      }
-      poisoned[x][square] =
-          !pack_columns(first, second, width, columns[x] + square * amx_columns(width) * kTile);
     }
   }
 };
 
+/// Products by AMX.
 class AmxProducts {
  public:
   using Number = float;
@@ -119,22 +87,8 @@ class AmxProducts {
     for (int i = 0; i < kOfRows; ++i) {
       const auto y = OfRows(i);
       if (!m_.has(y)) continue;
-      rows_finite_[y] = true;
-      for (int g = 0; g * kSquare < tile.rows; ++g) {
-        Lines of_halves[2];
-        for (int l = 0; l < kSquare; ++l) {
-          const int r = g * kSquare + l;
-          of_halves[l / kTileRows][l % kTileRows] =
-              r < tile.rows ? tile.stored_row<BFloat16>(m_.rows[y], r) : nullptr;
-        }
-        for (int half = 0; half < 2; ++half) {
-          pack_pairs_of_columns(of_halves[half], m_.width(y), 1,
-                                memory_.row_columns[y] + (2 * g + half) * depths(y) * kTile);
-        }
-        if (memory_.rows[y] == nullptr) continue;
-        rows_finite_[y] &= pack_pairs_of_rows(of_halves[0], of_halves[1], m_.width(y),
-                                              memory_.rows[y] + g * columns(y) * kTile);
-      }
+      rows_finite_[y] =
+          pack_rows(tile, m_.rows[y], m_.width(y), memory_.row_columns[y], memory_.rows[y]);
     }
   }
 
@@ -235,7 +189,6 @@ class AmxProducts {
     int64_t bytes() const { return pieces.bytes(); }
   };
 
-  using Lines = const BFloat16* [kTileRows];
   static constexpr int64_t kTile = kTileRows * kTileDepth;  // numbers in bfloat16
 
   static int64_t squares_of(int64_t keys) { return (keys + kSquare - 1) / kSquare; }
@@ -253,15 +206,9 @@ class AmxProducts {
   bool keeps_some(int i, int g) const {
     if (g * kSquare >= tile_->rows) return false;
     if (block_.state == TileState::kFull) return true;
-    auto any = _mm256_setzero_si256();
-    for (int k = i * kSquare; k < (i + 1) * kSquare && k < block_.keys; k += 8) {
-      const auto bits = _mm256_loadu_si256(
-          reinterpret_cast<const __m256i*>(block_.bits + k / 8 * kRows + g * kSquare));
-      any = _mm256_or_si256(
-          any, _mm256_and_si256(
-                   bits, _mm256_set1_epi8(static_cast<char>(bits_in_range(0, block_.keys - k)))));
-    }
-    return !_mm256_testz_si256(any, any);
+    const int left = block_.keys - i * kSquare;
+    return state_of_square(block_.bits + i * kSquare / 8 * kRows + g * kSquare, kRows,
+                           left < kSquare ? left : kSquare) != TileState::kEmpty;
   }
 
   bool keeps(int k, int r) const {
