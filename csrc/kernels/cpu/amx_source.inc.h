@@ -95,6 +95,7 @@ class AmxSource {
  public:
   using Real = float;
   using S = Simd<float>;
+  using Pairs = Simd<BFloat16Pair>;
   static constexpr int kRows = kForwardRows<float>;
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kTakesFewRows = false;
@@ -114,7 +115,7 @@ class AmxSource {
   }
 
   static int64_t scratch_bytes(const Problem<float>& p) {
-    const int64_t numbers = query_pairs(p) + (kWeightKeys / 2 + 2 * kTileRows) * kRows;
+    const int64_t numbers = query_pairs(p) + (kWeightKeys + 2 * kTileRows) * kRows;
     return numbers * int64_t{sizeof(float)} + PackedKeys::bytes(p, kWeightKeys);
   }
 
@@ -123,56 +124,53 @@ class AmxSource {
         keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
         query_t_(static_cast<BFloat16Pair*>(scratch)),
-        weights_(query_t_ + query_pairs(p_)),
-        products_(reinterpret_cast<float*>(weights_ + kWeightKeys / 2 * kRows)) {
+        buffers_(query_t_ + query_pairs(p_)),
+        weights_(buffers_),
+        products_(reinterpret_cast<float*>(buffers_ + kWeightKeys * kRows)) {
     is_prepared_ = prepared_bytes(p_) > 0;
     packed_ = is_prepared_ ? PackedKeys::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
                            : PackedKeys::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
     pack_query_pairs(p_, tile, query_t_);
   }
 
-  /// While vectors finish the scores of 16 keys, those of the next 16 are multiplied, and a share
-  /// of the values of the block before: a product of two tiles, then some keys, and so on, for the
-  /// processor looks only so far ahead for what it can do at once.
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) {
-    const int64_t depth = PackedKeys::depth(p_);
-    if (!is_prepared_) packed_.pack_keys(p_, keys_ + first_key * p_.key.row_stride, keys);
-    const BFloat16* packed = packed_.keys + (is_prepared_ ? first_key * depth : 0);
-    const auto product_of = [&](int k) __attribute__((always_inline)) {
-      return TileProduct<kVectors>(depth / kTileDepth, {packed + k * depth, depth, kTileDepth},
-                                   {query_t_ + first_row, kRows}, product(k), kRows, false);
-    };
+    has_weights_ = false;
     const auto scale = S::set(p_.scale);
-    product_of(0).finish();
-    const int tiles = (keys + kTileRows - 1) / kTileRows;
-    for (int t = 0; t < tiles; ++t) {
-      const int first = t * kTileRows, end = first + kTileRows < keys ? first + kTileRows : keys;
-      const bool has_next = t + 1 < tiles;
-      auto next = product_of(first + kTileRows);
-      // Of Oᵀ whole rows of tiles: next needs the accumulators.
-      const int64_t rows_of_tiles = (values_left_ + tiles - t - 1) / (tiles - t);
-      const int64_t of_next = has_next ? next.products() : 0;
-      const int64_t products = of_next + rows_of_tiles * values_product_.products();
-      int64_t done = 0;
-      for (int k = first; k < end; ++k) {
-        for (; done * (end - first) < products * (k + 1 - first); ++done) {
-          if (done < of_next) {
-            next.advance();
-          } else {
-            advance_values();
-          }
-        }
+    pairs_of_keys<kVectors>(
+        first_key, keys, first_row, [&](int k, int count) __attribute__((always_inline)) {
+          for (int i = k; i < k + count; ++i) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          finish(k, v, S::load(product(k) + v * S::kWidth) * scale);
-        }
-      }
-    }
+            for (int v = 0; v < kVectors; ++v) {
+              finish(i, v, S::load(product(i) + v * S::kWidth) * scale);
+            }
+          }
+        });
   }
 
-  /// bits is nullptr if all pairs are kept. out_t has the sum of the weights after its Dv rows. The
-  /// product may be put off: see scores.
+  /// P[k][row] = weight(k, v, the score), rounded.
+  template <int kVectors, class Weight>
+  QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float*, Weight weight) {
+    has_weights_ = true;
+    const auto scale = S::set(p_.scale);
+    BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
+    pairs_of_keys<kVectors>(
+        first_key, keys, first_row, [&](int k, int count) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) {
+            const auto first = weight(k, v, S::load(product(k) + v * S::kWidth) * scale);
+            auto second = S::zero();
+            if (count == 2) {
+              second = weight(k + 1, v, S::load(product(k + 1) + v * S::kWidth) * scale);
+            }
+            Pairs::store(to + k / 2 * kRows + v * S::kWidth, Pairs::round(first, second));
+          }
+        });
+  }
+
+  /// Of what weights() left, or of `weights` after scores(). bits is nullptr if all pairs are kept.
+  /// out_t has the sum of the weights after its Dv rows. The product may be put off: see
+  /// pairs_of_keys.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int first_row, const float* weights,
                   const uint8_t* bits, float* out_t) {
@@ -188,7 +186,11 @@ class AmxSource {
       packed_.pack_values(p_, values_ + first * p_.value.row_stride,
                           left < blocks * kTileDepth ? left : blocks * kTileDepth);
     }
-    round_block<kVectors>(first_key % kTileDepth, keys, blocks, first_row, weights);
+    if (!has_weights_) {
+      round_weights<kVectors, kRows>(keys, weights,
+                                     start_weights<kVectors>(first_key, keys, first_row),
+                                     [](int, Pairs::Factor) {});
+    }
     TileProduct<kVectors> product(blocks, {values_t, kTileDepth, rows * kTileDepth},
                                   {weights_ + first_row, kRows}, out_t, kRows, true);
     if constexpr (kVectors == kForwardVectors) {
@@ -202,7 +204,12 @@ class AmxSource {
     }
     for (int64_t b = 0; b < blocks; ++b) {
       if (poisoned[b] == 0) continue;
-      add_non_finite<kVectors, kRows>(p_, keys, values_ + first_key * p_.value.row_stride, weights,
+      const BFloat16Pair* pairs = weights_ + first_key % kTileDepth / 2 * kRows + first_row;
+      const auto weight = [pairs](int k, int r) {
+        const BFloat16Pair pair = pairs[k / 2 * kRows + r];
+        return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
+      };
+      add_non_finite<kVectors, kRows>(p_, keys, values_ + first_key * p_.value.row_stride, weight,
                                       bits, out_t);
       return;
     }
@@ -227,11 +234,52 @@ class AmxSource {
     --values_left_;
   }
 
-  /// Weights of `keys` keys to weights_, `before` keys after the beginning of `blocks` blocks of
-  /// Vᵀ, with zeros around them.
+  /// Calls use(k, count) for each two of the keys, or the last, when their products are there.
+  ///
+  /// While vectors finish the scores of 16 keys, those of the next 16 are multiplied, and a share
+  /// of the values of the block before: a product of two tiles, then two keys, and so on, for the
+  /// processor looks only so far ahead for what it can do at once.
+  template <int kVectors, class Use>
+  QKV_INLINE void pairs_of_keys(int64_t first_key, int keys, int first_row, Use use) {
+    const int64_t depth = PackedKeys::depth(p_);
+    if (!is_prepared_) packed_.pack_keys(p_, keys_ + first_key * p_.key.row_stride, keys);
+    const BFloat16* packed = packed_.keys + (is_prepared_ ? first_key * depth : 0);
+    const auto product_of = [&](int k) __attribute__((always_inline)) {
+      return TileProduct<kVectors>(depth / kTileDepth, {packed + k * depth, depth, kTileDepth},
+                                   {query_t_ + first_row, kRows}, product(k), kRows, false);
+    };
+    product_of(0).finish();
+    const int tiles = (keys + kTileRows - 1) / kTileRows;
+    for (int t = 0; t < tiles; ++t) {
+      const int first = t * kTileRows, end = first + kTileRows < keys ? first + kTileRows : keys;
+      const bool has_next = t + 1 < tiles;
+      auto next = product_of(first + kTileRows);
+      // Of Oᵀ whole rows of tiles: next needs the accumulators.
+      const int64_t rows_of_tiles = (values_left_ + tiles - t - 1) / (tiles - t);
+      const int64_t of_next = has_next ? next.products() : 0;
+      const int64_t products = of_next + rows_of_tiles * values_product_.products();
+      int64_t done = 0;
+      for (int k = first; k < end; k += 2) {
+        const int count = k + 1 < end ? 2 : 1;
+        for (; done * (end - first) < products * (k + count - first); ++done) {
+          if (done < of_next) {
+            next.advance();
+          } else {
+            advance_values();
+          }
+        }
+        use(k, count);
+      }
+    }
+  }
+
+  /// Where the weights of some keys go, in the buffer that the product of the values before does
+  /// not read: in blocks that begin and end where those of Vᵀ do, with zeros around them.
   template <int kVectors>
-  void round_block(int64_t before, int keys, int64_t blocks, int first_row,
-                   const float* weights) const {
+  BFloat16Pair* start_weights(int64_t first_key, int keys, int first_row) {
+    weights_ = buffers_ + (weights_ == buffers_ ? kWeightKeys / 2 * kRows : 0);
+    const int64_t before = first_key % kTileDepth;
+    const int64_t end = PackedKeys::blocks(before + keys) * kTileDepth;
     BFloat16Pair* to = weights_ + first_row;
     const auto set_to_zero = [to](int64_t first, int64_t end) {
       for (int64_t pair = first; pair < end; ++pair) {
@@ -241,9 +289,8 @@ class AmxSource {
       }
     };
     set_to_zero(0, before / 2);
-    round_weights<kVectors, kRows>(keys, weights, to + before / 2 * kRows,
-                                   [](int, Simd<BFloat16Pair>::Factor) {});
-    set_to_zero((before + keys + 1) / 2, blocks * kTileDepth / 2);
+    set_to_zero((before + keys + 1) / 2, end / 2);
+    return to + before / 2 * kRows;
   }
 
   const Problem<float>& p_;
@@ -253,8 +300,10 @@ class AmxSource {
   bool is_prepared_;  // packed_ is of the whole head, else of a block
   PackedKeys packed_;
   BFloat16Pair* query_t_;  // [D / 2][rows]
-  BFloat16Pair* weights_;  // [keys / 2][rows], of a block
-  float* products_;        // [2][16 keys][rows]
+  BFloat16Pair* buffers_;  // [2][keys / 2][rows]
+  BFloat16Pair* weights_;  // one of them, of a block
+  bool has_weights_ = false;
+  float* products_;  // [2][16 keys][rows]
 
   // Oᵀ += Vᵀ · P of the block before, from the row of tiles that it has come to.
   TileProduct<kForwardVectors> values_product_{0, {}, {}, nullptr, kRows, true};

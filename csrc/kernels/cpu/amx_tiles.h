@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/bfloat16_pairs_avx512.h"
+#include "kernels/cpu/exp_scaled.inc.h"
 #include "kernels/cpu/transpose.inc.h"
 
 // AMX multiplies matrices that lie in tiles, registers of 16 rows of 64 bytes:

@@ -69,6 +69,17 @@ class BFloat16Source {
             __attribute__((always_inline)) { finish(k, v, x * scale); });
   }
 
+  /// to[k][row] = weight(k, v, the score).
+  template <int kVectors, class Weight>
+  QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float* to,
+                          Weight weight) const {
+    scores<kVectors>(
+        first_key, keys,
+        first_row, [&](int64_t k, int v, S::Number x) __attribute__((always_inline)) {
+          S::store(to + k * kRows + v * S::kWidth, weight(k, v, x));
+        });
+  }
+
   /// bits is nullptr if all pairs are kept. out_t has the sum of the weights after its Dv rows.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int first_row, const float* weights,
@@ -93,7 +104,8 @@ class BFloat16Source {
         [=](int64_t d, int v, S::Number x)
             __attribute__((always_inline)) { S::store(out_t + d * kRows + v * S::kWidth, x); });
     if (poisoned) {
-      add_non_finite<kVectors, kRows>(p_, keys, values, weights, bits, out_t);
+      const auto weight = [weights](int k, int r) { return weights[k * kRows + r]; };
+      add_non_finite<kVectors, kRows>(p_, keys, values, weight, bits, out_t);
     }
   }
 

@@ -80,17 +80,17 @@ QKV_INLINE void round_weights(int keys, const float* weights, BFloat16Pair* to, 
 QKV_INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
 
 /// Oᵀ += Vᵀ · P for what is not finite in V, which has been left out of the product: for the pairs
-/// that are kept, or all if bits is nullptr.
-template <int kVectors, int kRows>
-inline void add_non_finite(const Problem<float>& p, int keys, const BFloat16* values,
-                           const float* weights, const uint8_t* bits, float* out_t) {
+/// that are kept, or all if bits is nullptr. P is weight(key, row).
+template <int kVectors, int kRows, class Weight>
+inline void add_non_finite(const Problem<float>& p, int keys, const BFloat16* values, Weight weight,
+                           const uint8_t* bits, float* out_t) {
   for (int k = 0; k < keys; ++k) {
     for (int64_t d = 0; d < p.value_dim; ++d) {
       const BFloat16 x = values[k * p.value.row_stride + d];
       if (is_finite(x)) continue;
       for (int r = 0; r < kVectors * Simd<float>::kWidth; ++r) {
         if (bits != nullptr && (bits[k / 8 * kRows + r] >> (k % 8) & 1) == 0) continue;
-        out_t[d * kRows + r] += weights[k * kRows + r] * static_cast<float>(x);
+        out_t[d * kRows + r] += weight(k, r) * static_cast<float>(x);
       }
     }
   }

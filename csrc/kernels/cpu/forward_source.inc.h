@@ -52,6 +52,16 @@ class ForwardSource {
                           kRows, finish);
   }
 
+  /// to[k][row] = weight(k, v, the score).
+  template <int kVectors, class Weight>
+  QKV_INLINE void weights(int64_t first_key, int keys, int first_row, T* to, Weight weight) const {
+    scores<kVectors>(
+        first_key, keys, first_row,
+        [&](int64_t k, int v, typename Simd<T>::Number x) __attribute__((always_inline)) {
+          Simd<T>::store(to + k * kRows + v * Simd<T>::kWidth, weight(k, v, x));
+        });
+  }
+
   /// bits is nullptr if all pairs are kept.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int, const T* weights, const uint8_t* bits,

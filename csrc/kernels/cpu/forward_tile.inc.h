@@ -236,15 +236,15 @@ class ForwardTile {
       sum[v] = softmax.sum;
       block_max[v] = Math::minus_infinity();
     }
-    source_.template scores<kVectors>(
-        first_key, keys,
-        first_vector * S::kWidth, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
+    source_.template weights<kVectors>(
+        first_key, keys, first_vector * S::kWidth,
+        weights, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
           if constexpr (kChanges) x = scores.biased_and_kept(k, v, x);
           block_max[v] = S::maximum(block_max[v], x);
-          auto weight = Math::exp(x - shift[v]);
+          const auto weight = Math::exp(x - shift[v]);
           sum[v] = sum[v] + weight;
-          if (kChanges && stays != nullptr) weight = undropped<T, kRows>(stays, k, v, weight);
-          S::store(weights + k * kRows + v * S::kWidth, weight);
+          if (!kChanges || stays == nullptr) return weight;
+          return undropped<T, kRows>(stays, k, v, weight);
         });
     for (int v = 0; v < kVectors; ++v) {
       if (S::any_greater(block_max[v], softmax_[first_vector + v].limit())) return false;
