@@ -10,7 +10,7 @@
 //     Oᵀ[Dv][rows] += Vᵀ · P                A = Vᵀ, B = P in pairs of keys, rounded to bfloat16
 //
 // K and Vᵀ are packed once for all tiles of a head, or block by block if there is one tile only.
-// Vᵀ has one row more, of ones: so a row of Oᵀ is the sum of the rounded weights, by which the
+// After the rows of Oᵀ, filled up to whole tiles, comes the sum of the rounded weights, by which the
 // output is divided in the end, as in bfloat16_source.inc.h.
 
 namespace qkv::kernels::QKV_ISA {
@@ -18,27 +18,30 @@ namespace qkv::kernels::QKV_ISA {
 /// K and V of some keys of a head as AMX takes them, with Vᵀ cut into blocks of kTileDepth keys.
 struct PackedKeys {
   BFloat16* keys;      // [keys + 15][D, filled up with zeros]: 16 rows can be read from any key on
-  BFloat16* values_t;  // [block][Dv, ones, filled up with zeros][key]; 0 for what is not finite
+  BFloat16* values_t;  // [block][Dv, filled up][key]; 0 for what is not finite
   uint8_t* poisoned;   // [block]: whether something was not
 
   static int64_t depth(const Problem<float>& p) {
     return (p.head_dim + kTileDepth - 1) / kTileDepth * kTileDepth;
   }
   static int64_t out_rows(const Problem<float>& p) {
-    return p.value_dim / kTileRows * kTileRows + kTileRows;
+    return (p.value_dim + kTileRows - 1) / kTileRows * kTileRows;
   }
+  /// Of a block of Vᵀ: an odd number of tiles, for blocks 4096 or 8192 bytes apart take turns in the
+  /// first-level cache, which made a forward 1.35 times as slow.
+  static int64_t rows_of_block(const Problem<float>& p) { return out_rows(p) | kTileRows; }
   static int64_t blocks(int64_t keys) { return (keys + kTileDepth - 1) / kTileDepth; }
 
   static int64_t bytes(const Problem<float>& p, int64_t keys) {
     const int64_t numbers =
-        (keys + kTileRows - 1) * depth(p) + blocks(keys) * kTileDepth * out_rows(p);
+        (keys + kTileRows - 1) * depth(p) + blocks(keys) * kTileDepth * rows_of_block(p);
     return numbers * static_cast<int64_t>(sizeof(BFloat16)) + (blocks(keys) + 63) / 64 * 64;
   }
   static PackedKeys in(const Problem<float>& p, int64_t keys, void* memory) {
     PackedKeys x;
     x.keys = static_cast<BFloat16*>(memory);
     x.values_t = x.keys + (keys + kTileRows - 1) * depth(p);
-    x.poisoned = reinterpret_cast<uint8_t*>(x.values_t + blocks(keys) * kTileDepth * out_rows(p));
+    x.poisoned = reinterpret_cast<uint8_t*>(x.values_t + blocks(keys) * kTileDepth * rows_of_block(p));
     return x;
   }
 
@@ -59,7 +62,7 @@ struct PackedKeys {
       bool all_finite = true;
       for (int64_t d = 0; d < out_rows(p); d += kTileRows) {
         all_finite &= pack_tile_of_values(p, from + b * kTileDepth * p.value.row_stride, left, d,
-                                          values_t + (b * out_rows(p) + d) * kTileDepth);
+                                          values_t + (b * rows_of_block(p) + d) * kTileDepth);
       }
       poisoned[b] = !all_finite;
     }
@@ -73,8 +76,7 @@ struct PackedKeys {
     const auto exponent = _mm512_set1_epi16(0x7f80);
     __mmask32 non_finite = 0;
     __m512 square[kTileRows];
-    for (auto& line : square) line = _mm512_setzero_ps();
-    for (int64_t pair = 0; pair < (columns > 0 ? kTileRows : 0); ++pair) {
+    for (int64_t pair = 0; pair < kTileRows; ++pair) {
       const BFloat16* first = from + 2 * pair * row + d;
       const auto x = interleaved(2 * pair < count ? first : nullptr,
                                  2 * pair + 1 < count ? first + row : nullptr, columns);
@@ -82,11 +84,8 @@ struct PackedKeys {
       non_finite |= lost;
       square[pair] = _mm512_castsi512_ps(_mm512_maskz_mov_epi16(~lost, x));
     }
-    if (columns > 0) transpose<float>(square);
-    for (int c = 0; c < kTileRows; ++c) {
-      const auto line = c == columns ? _mm512_set1_epi16(0x3f80) : _mm512_castps_si512(square[c]);
-      _mm512_storeu_si512(to + c * kTileDepth, line);
-    }
+    transpose<float>(square);
+    for (int c = 0; c < kTileRows; ++c) _mm512_storeu_ps(to + c * kTileDepth, square[c]);
     return non_finite == 0;
   }
 };
@@ -102,7 +101,8 @@ class AmxSource {
 
   static bool reads_16_bits(const Problem<float>& p) { return multiplies_in_bfloat16(p); }
 
-  static int64_t out_rows(const Problem<float>& p) { return PackedKeys::out_rows(p); }
+  static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }
+  static int64_t row_of_sums(const Problem<float>& p) { return PackedKeys::out_rows(p); }
 
   /// K and V of one key/value head, if that has several tiles.
   static int64_t prepared_bytes(const Problem<float>& p) {
@@ -135,7 +135,6 @@ class AmxSource {
 
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) {
-    has_weights_ = false;
     const auto scale = S::set(p_.scale);
     pairs_of_keys<kVectors>(
         first_key, keys, first_row, [&](int k, int count) __attribute__((always_inline)) {
@@ -151,47 +150,50 @@ class AmxSource {
   /// P[k][row] = weight(k, v, the score), rounded.
   template <int kVectors, class Weight>
   QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float*, Weight weight) {
-    has_weights_ = true;
     const auto scale = S::set(p_.scale);
     BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
     pairs_of_keys<kVectors>(
         first_key, keys, first_row, [&](int k, int count) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) {
-            const auto first = weight(k, v, S::load(product(k) + v * S::kWidth) * scale);
-            auto second = S::zero();
-            if (count == 2) {
-              second = weight(k + 1, v, S::load(product(k + 1) + v * S::kWidth) * scale);
-            }
-            Pairs::store(to + k / 2 * kRows + v * S::kWidth, Pairs::round(first, second));
-          }
+          round_pair<kVectors>(
+              k, count, to, [&](int k, int v) __attribute__((always_inline)) {
+                return weight(k, v, S::load(product(k) + v * S::kWidth) * scale);
+              });
         });
   }
 
-  /// Of what weights() left, or of `weights` after scores(). bits is nullptr if all pairs are kept.
-  /// out_t has the sum of the weights after its Dv rows. The product may be put off: see
-  /// pairs_of_keys.
+  /// The same of scores that are there already.
+  template <int kVectors, class Weight>
+  QKV_INLINE void weights_of_scores(int64_t first_key, int keys, int first_row, const float* scores,
+                                    Weight weight) {
+    BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
+    for (int k = 0; k < keys; k += 2) {
+      round_pair<kVectors>(
+          k, k + 1 < keys ? 2 : 1, to, [&](int k, int v) __attribute__((always_inline)) {
+            return weight(k, v, S::load(scores + k * kRows + v * S::kWidth));
+          });
+    }
+  }
+
+  /// bits is nullptr if all pairs are kept. The product may be put off: see pairs_of_keys.
   template <int kVectors>
-  void add_values(int64_t first_key, int keys, int first_row, const float* weights,
-                  const uint8_t* bits, float* out_t) {
-    const int64_t first_block = first_key / kTileDepth, rows = out_rows(p_);
+  void add_values(int64_t first_key, int keys, int first_row, const float*, const uint8_t* bits,
+                  float* out_t) {
+    const int64_t first_block = first_key / kTileDepth, rows = PackedKeys::out_rows(p_);
     const int64_t blocks = PackedKeys::blocks(first_key + keys) - first_block;
+    const int64_t block = PackedKeys::rows_of_block(p_) * kTileDepth;
     const BFloat16* values_t = packed_.values_t;
     const uint8_t* poisoned = packed_.poisoned;
     if (is_prepared_) {
-      values_t += first_block * rows * kTileDepth;
+      values_t += first_block * block;
       poisoned += first_block;
     } else {
       const int64_t first = first_block * kTileDepth, left = p_.keys - first;
       packed_.pack_values(p_, values_ + first * p_.value.row_stride,
                           left < blocks * kTileDepth ? left : blocks * kTileDepth);
     }
-    if (!has_weights_) {
-      round_weights<kVectors, kRows>(keys, weights,
-                                     start_weights<kVectors>(first_key, keys, first_row),
-                                     [](int, Pairs::Factor) {});
-    }
-    TileProduct<kVectors> product(blocks, {values_t, kTileDepth, rows * kTileDepth},
+    const BFloat16Pair* pairs = weights_ + first_key % kTileDepth / 2 * kRows + first_row;
+    add_sums<kVectors>(keys, pairs, out_t + row_of_sums(p_) * kRows);
+    TileProduct<kVectors> product(blocks, {values_t, kTileDepth, block},
                                   {weights_ + first_row, kRows}, out_t, kRows, true);
     if constexpr (kVectors == kForwardVectors) {
       values_product_ = product;
@@ -204,7 +206,6 @@ class AmxSource {
     }
     for (int64_t b = 0; b < blocks; ++b) {
       if (poisoned[b] == 0) continue;
-      const BFloat16Pair* pairs = weights_ + first_key % kTileDepth / 2 * kRows + first_row;
       const auto weight = [pairs](int k, int r) {
         const BFloat16Pair pair = pairs[k / 2 * kRows + r];
         return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
@@ -293,6 +294,41 @@ class AmxSource {
     return to + before / 2 * kRows;
   }
 
+  /// The weights of `count` keys, 1 or 2, from k on, as weight(key, v) has them.
+  template <int kVectors, class Weight>
+  QKV_INLINE void round_pair(int k, int count, BFloat16Pair* to, Weight weight) const {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const auto first = weight(k, v);
+      const auto second = count == 2 ? weight(k + 1, v) : S::zero();
+      Pairs::store(to + k / 2 * kRows + v * S::kWidth, Pairs::round(first, second));
+    }
+  }
+
+  /// sum[row] += P, as rounded: four sums, for an addition has to wait for the one before it.
+  template <int kVectors>
+  void add_sums(int keys, const BFloat16Pair* weights, float* sum) const {
+    const BFloat16 one{0x3f80};
+    const auto ones = Pairs::set({one, one});
+    const int pairs = (keys + 1) / 2;
+    for (int v = 0; v < kVectors; ++v) {
+      Pairs::Number total[4];
+      for (auto& x : total) x = Pairs::zero();
+      int pair = 0;
+      const auto add = [&](int i) __attribute__((always_inline)) {
+        const auto* x = weights + (pair + i) * kRows + v * S::kWidth;
+        total[i] = Pairs::fma(Pairs::load(x), ones, total[i]);
+      };
+      for (; pair + 4 <= pairs; pair += 4) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) add(i);
+      }
+      for (; pair < pairs; ++pair) add(0);
+      float* to = sum + v * S::kWidth;
+      S::store(to, S::load(to) + ((total[0] + total[1]) + (total[2] + total[3])));
+    }
+  }
+
   const Problem<float>& p_;
   TileRegisters registers_;
   const BFloat16* keys_;
@@ -302,7 +338,6 @@ class AmxSource {
   BFloat16Pair* query_t_;  // [D / 2][rows]
   BFloat16Pair* buffers_;  // [2][keys / 2][rows]
   BFloat16Pair* weights_;  // one of them, of a block
-  bool has_weights_ = false;
   float* products_;  // [2][16 keys][rows]
 
   // Oᵀ += Vᵀ · P of the block before, from the row of tiles that it has come to.

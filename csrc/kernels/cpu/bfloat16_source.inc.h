@@ -27,7 +27,8 @@ class BFloat16Source {
 
   static bool reads_16_bits(const Problem<float>& p) { return multiplies_in_bfloat16(p); }
 
-  static int64_t out_rows(const Problem<float>& p) { return p.value_dim + 1; }
+  static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }
+  static int64_t row_of_sums(const Problem<float>& p) { return p.value_dim; }
 
   /// V of one key/value head, if that has several tiles.
   static int64_t prepared_bytes(const Problem<float>& p) {
@@ -80,6 +81,17 @@ class BFloat16Source {
         });
   }
 
+  /// The same of scores that are there already.
+  template <int kVectors, class Weight>
+  QKV_INLINE void weights_of_scores(int64_t, int keys, int, float* scores, Weight weight) const {
+    for (int k = 0; k < keys; ++k) {
+      for (int v = 0; v < kVectors; ++v) {
+        float* x = scores + k * kRows + v * S::kWidth;
+        S::store(x, weight(k, v, S::load(x)));
+      }
+    }
+  }
+
   /// bits is nullptr if all pairs are kept. out_t has the sum of the weights after its Dv rows.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int first_row, const float* weights,
@@ -95,7 +107,7 @@ class BFloat16Source {
       interleave_values(values, row, keys, p_.value_dim, block_values_);
       if (poisoned) set_non_finite_to_zero(keys);
     }
-    add_rounded_weights<kVectors>(keys, first_row, weights, out_t + p_.value_dim * kRows);
+    add_rounded_weights<kVectors>(keys, first_row, weights, out_t + row_of_sums(p_) * kRows);
     tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
         0, p_.value_dim, (keys + 1) / 2, pairs, UnitStride{}, p_.value_dim, weights_ + first_row,
         kRows,

@@ -62,6 +62,17 @@ class ForwardSource {
         });
   }
 
+  /// The same of scores that are there already.
+  template <int kVectors, class Weight>
+  QKV_INLINE void weights_of_scores(int64_t, int keys, int, T* scores, Weight weight) const {
+    for (int k = 0; k < keys; ++k) {
+      for (int v = 0; v < kVectors; ++v) {
+        T* x = scores + k * kRows + v * Simd<T>::kWidth;
+        Simd<T>::store(x, weight(k, v, Simd<T>::load(x)));
+      }
+    }
+  }
+
   /// bits is nullptr if all pairs are kept.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int, const T* weights, const uint8_t* bits,

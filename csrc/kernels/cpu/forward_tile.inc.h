@@ -133,13 +133,17 @@ class ForwardTile {
  private:
   /// With a source that rounds weights, factor is sum / the sum of the rounded ones.
   void store_softmax(T* max, T* sum, T* factor) const {
-    const bool rounds = Source::kRoundsWeights && p_.dropout.threshold == 0;
     for (int v = 0; v < kForwardVectors; ++v) {
       S::store(max + v * S::kWidth, softmax_[v].max);
       S::store(sum + v * S::kWidth, softmax_[v].sum);
     }
-    for (int r = 0; r < kRows; ++r) {
-      factor[r] = rounds && sum[r] != T(0) ? sum[r] / out_t_[p_.value_dim * kRows + r] : T(1);
+    for (int r = 0; r < kRows; ++r) factor[r] = T(1);
+    if constexpr (Source::kRoundsWeights) {
+      if (p_.dropout.threshold != 0) return;
+      const T* rounded_sum = out_t_ + Source::row_of_sums(p_) * kRows;
+      for (int r = 0; r < kRows; ++r) {
+        if (sum[r] != T(0)) factor[r] = sum[r] / rounded_sum[r];
+      }
     }
   }
 
@@ -269,13 +273,12 @@ class ForwardTile {
     raise_max<kVectors>(block_max, first_vector);
     Number shift[kVectors];
     for (int v = 0; v < kVectors; ++v) shift[v] = softmax_[first_vector + v].shift();
-    for (int k = 0; k < keys; ++k) {
-      for (int v = 0; v < kVectors; ++v) {
-        T* w = weights + k * kRows + v * S::kWidth;
-        const auto weight = softmax_[first_vector + v].weight(S::load(w), shift[v]);
-        S::store(w, stays == nullptr ? weight : undropped<T, kRows>(stays, k, v, weight));
-      }
-    }
+    source_.template weights_of_scores<kVectors>(
+        first_key, keys, first_vector * S::kWidth,
+        weights, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
+          const auto weight = softmax_[first_vector + v].weight(x, shift[v]);
+          return stays == nullptr ? weight : undropped<T, kRows>(stays, k, v, weight);
+        });
   }
 
   /// Rows whose maximum has grown too far shrink what they have summed under the smaller one. A row
