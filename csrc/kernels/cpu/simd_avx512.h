@@ -35,14 +35,18 @@ struct Simd<float> {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static QKV_INLINE void store_bfloat16(uint16_t* p, Number x) {
+#ifdef __AVX512BF16__
+    const auto halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));  // subnormal to 0
+#else
     const __m512i wide = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(wide, 16), _mm512_set1_epi32(1));
     const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
     const Mask number = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);  // NaN stays without its tail
     const __m512i nan = _mm512_or_si512(wide, _mm512_set1_epi32(0x400000));
     const __m512i rounded = _mm512_mask_add_epi32(nan, number, wide, half);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
   }
   static QKV_INLINE void store_float16(uint16_t* p, Number x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
