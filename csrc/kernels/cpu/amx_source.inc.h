@@ -10,8 +10,8 @@
 //     Oᵀ[Dv][rows] += Vᵀ · P                A = Vᵀ, B = P in pairs of keys, rounded to bfloat16
 //
 // K and Vᵀ are packed once for all tiles of a head, or block by block if there is one tile only.
-// After the rows of Oᵀ, filled up to whole tiles, comes the sum of the rounded weights, by which the
-// output is divided in the end, as in bfloat16_source.inc.h.
+// After the rows of Oᵀ, filled up to whole tiles, comes the sum of the rounded weights, by which
+// the output is divided in the end, as in bfloat16_source.inc.h.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -27,8 +27,8 @@ struct PackedKeys {
   static int64_t out_rows(const Problem<float>& p) {
     return (p.value_dim + kTileRows - 1) / kTileRows * kTileRows;
   }
-  /// Of a block of Vᵀ: an odd number of tiles, for blocks 4096 or 8192 bytes apart take turns in the
-  /// first-level cache, which made a forward 1.35 times as slow.
+  /// Of a block of Vᵀ: an odd number of tiles, for blocks 4096 or 8192 bytes apart take turns in
+  /// the first-level cache, which made a forward 1.35 times as slow.
   static int64_t rows_of_block(const Problem<float>& p) { return out_rows(p) | kTileRows; }
   static int64_t blocks(int64_t keys) { return (keys + kTileDepth - 1) / kTileDepth; }
 
@@ -41,7 +41,8 @@ struct PackedKeys {
     PackedKeys x;
     x.keys = static_cast<BFloat16*>(memory);
     x.values_t = x.keys + (keys + kTileRows - 1) * depth(p);
-    x.poisoned = reinterpret_cast<uint8_t*>(x.values_t + blocks(keys) * kTileDepth * rows_of_block(p));
+    x.poisoned =
+        reinterpret_cast<uint8_t*>(x.values_t + blocks(keys) * kTileDepth * rows_of_block(p));
     return x;
   }
 
@@ -115,7 +116,7 @@ class AmxSource {
   }
 
   static int64_t scratch_bytes(const Problem<float>& p) {
-    const int64_t numbers = query_pairs(p) + (kWeightKeys + 2 * kTileRows) * kRows;
+    const int64_t numbers = query_pairs(p) + (kWeightKeys / 2 + 2 * kTileRows) * kRows;
     return numbers * int64_t{sizeof(float)} + PackedKeys::bytes(p, kWeightKeys);
   }
 
@@ -124,9 +125,8 @@ class AmxSource {
         keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
         query_t_(static_cast<BFloat16Pair*>(scratch)),
-        buffers_(query_t_ + query_pairs(p_)),
-        weights_(buffers_),
-        products_(reinterpret_cast<float*>(buffers_ + kWeightKeys * kRows)) {
+        weights_(query_t_ + query_pairs(p_)),
+        products_(reinterpret_cast<float*>(weights_ + kWeightKeys / 2 * kRows)) {
     is_prepared_ = prepared_bytes(p_) > 0;
     packed_ = is_prepared_ ? PackedKeys::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
                            : PackedKeys::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
@@ -137,8 +137,8 @@ class AmxSource {
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) {
     const auto scale = S::set(p_.scale);
     pairs_of_keys<kVectors>(
-        first_key, keys, first_row, [&](int k, int count) __attribute__((always_inline)) {
-          for (int i = k; i < k + count; ++i) {
+        first_key, keys, first_row, [&](int k, auto count) __attribute__((always_inline)) {
+          for (int i = k; i < k + count(); ++i) {
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
               finish(i, v, S::load(product(i) + v * S::kWidth) * scale);
@@ -153,9 +153,9 @@ class AmxSource {
     const auto scale = S::set(p_.scale);
     BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
     pairs_of_keys<kVectors>(
-        first_key, keys, first_row, [&](int k, int count) __attribute__((always_inline)) {
-          round_pair<kVectors>(
-              k, count, to, [&](int k, int v) __attribute__((always_inline)) {
+        first_key, keys, first_row, [&](int k, auto count) __attribute__((always_inline)) {
+          round_pair<kVectors, count()>(
+              k, to, [&](int k, int v) __attribute__((always_inline)) {
                 return weight(k, v, S::load(product(k) + v * S::kWidth) * scale);
               });
         });
@@ -166,15 +166,15 @@ class AmxSource {
   QKV_INLINE void weights_of_scores(int64_t first_key, int keys, int first_row, const float* scores,
                                     Weight weight) {
     BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
-    for (int k = 0; k < keys; k += 2) {
-      round_pair<kVectors>(
-          k, k + 1 < keys ? 2 : 1, to, [&](int k, int v) __attribute__((always_inline)) {
-            return weight(k, v, S::load(scores + k * kRows + v * S::kWidth));
-          });
-    }
+    const auto weight_of = [&](int k, int v) __attribute__((always_inline)) {
+      return weight(k, v, S::load(scores + k * kRows + v * S::kWidth));
+    };
+    int k = 0;
+    for (; k + 2 <= keys; k += 2) round_pair<kVectors, 2>(k, to, weight_of);
+    if (k < keys) round_pair<kVectors, 1>(k, to, weight_of);
   }
 
-  /// bits is nullptr if all pairs are kept. The product may be put off: see pairs_of_keys.
+  /// bits is nullptr if all pairs are kept.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int first_row, const float*, const uint8_t* bits,
                   float* out_t) {
@@ -193,16 +193,12 @@ class AmxSource {
     }
     const BFloat16Pair* pairs = weights_ + first_key % kTileDepth / 2 * kRows + first_row;
     add_sums<kVectors>(keys, pairs, out_t + row_of_sums(p_) * kRows);
-    TileProduct<kVectors> product(blocks, {values_t, kTileDepth, block},
-                                  {weights_ + first_row, kRows}, out_t, kRows, true);
-    if constexpr (kVectors == kForwardVectors) {
-      values_product_ = product;
-      values_left_ = rows / kTileRows;
-    } else {
-      for (int64_t d = 0; d < rows; d += kTileRows) {
-        product.finish();
-        product.move(kTileRows * kTileDepth, kTileRows * kRows);
-      }
+    TileProduct<kVectors, true> product{
+        blocks, {values_t, kTileDepth, block}, {weights_ + first_row, kRows}, out_t, kRows};
+    for (int64_t d = 0; d < rows; d += kTileRows) {
+      product.multiply();
+      product.a.data += kTileRows * kTileDepth;
+      product.c += kTileRows * kRows;
     }
     for (int64_t b = 0; b < blocks; ++b) {
       if (poisoned[b] == 0) continue;
@@ -216,11 +212,6 @@ class AmxSource {
     }
   }
 
-  /// After the last block.
-  void finish_values() {
-    while (values_left_ > 0) advance_values();
-  }
-
  private:
   /// Blocks of weights begin and end where those of Vᵀ do.
   static constexpr int kWeightKeys = kForwardBlockKeys + kTileDepth;
@@ -228,57 +219,35 @@ class AmxSource {
   /// Where the scores of key k of a block go, beside those of the 16 before or after.
   float* product(int k) const { return products_ + k % (2 * kTileRows) * kRows; }
 
-  QKV_INLINE void advance_values() {
-    values_product_.advance();
-    if (!values_product_.is_done()) return;
-    values_product_.move(kTileRows * kTileDepth, kTileRows * kRows);
-    --values_left_;
-  }
-
-  /// Calls use(k, count) for each two of the keys, or the last, when their products are there.
-  ///
-  /// While vectors finish the scores of 16 keys, those of the next 16 are multiplied, and a share
-  /// of the values of the block before: a product of two tiles, then two keys, and so on, for the
-  /// processor looks only so far ahead for what it can do at once.
+  /// Calls use(k, count) for each two of the keys, or the last, when their products are there:
+  /// those of 16 keys are multiplied before vectors work on the 16 before them.
   template <int kVectors, class Use>
   QKV_INLINE void pairs_of_keys(int64_t first_key, int keys, int first_row, Use use) {
     const int64_t depth = PackedKeys::depth(p_);
     if (!is_prepared_) packed_.pack_keys(p_, keys_ + first_key * p_.key.row_stride, keys);
     const BFloat16* packed = packed_.keys + (is_prepared_ ? first_key * depth : 0);
-    const auto product_of = [&](int k) __attribute__((always_inline)) {
-      return TileProduct<kVectors>(depth / kTileDepth, {packed + k * depth, depth, kTileDepth},
-                                   {query_t_ + first_row, kRows}, product(k), kRows, false);
+    const auto multiply_keys = [&](int k) __attribute__((always_inline)) {
+      TileProduct<kVectors, false>{depth / kTileDepth,
+                                   {packed + k * depth, depth, kTileDepth},
+                                   {query_t_ + first_row, kRows},
+                                   product(k),
+                                   kRows}
+          .multiply();
     };
-    product_of(0).finish();
-    const int tiles = (keys + kTileRows - 1) / kTileRows;
-    for (int t = 0; t < tiles; ++t) {
-      const int first = t * kTileRows, end = first + kTileRows < keys ? first + kTileRows : keys;
-      const bool has_next = t + 1 < tiles;
-      auto next = product_of(first + kTileRows);
-      // Of Oᵀ whole rows of tiles: next needs the accumulators.
-      const int64_t rows_of_tiles = (values_left_ + tiles - t - 1) / (tiles - t);
-      const int64_t of_next = has_next ? next.products() : 0;
-      const int64_t products = of_next + rows_of_tiles * values_product_.products();
-      int64_t done = 0;
-      for (int k = first; k < end; k += 2) {
-        const int count = k + 1 < end ? 2 : 1;
-        for (; done * (end - first) < products * (k + count - first); ++done) {
-          if (done < of_next) {
-            next.advance();
-          } else {
-            advance_values();
-          }
-        }
-        use(k, count);
-      }
+    multiply_keys(0);
+    for (int first = 0; first < keys; first += kTileRows) {
+      if (first + kTileRows < keys) multiply_keys(first + kTileRows);
+      const int end = first + kTileRows < keys ? first + kTileRows : keys;
+      int k = first;
+      for (; k + 2 <= end; k += 2) use(k, Constant<2>{});
+      if (k < end) use(k, Constant<1>{});
     }
   }
 
-  /// Where the weights of some keys go, in the buffer that the product of the values before does
-  /// not read: in blocks that begin and end where those of Vᵀ do, with zeros around them.
+  /// Where the weights of some keys go: in blocks that begin and end where those of Vᵀ do, with
+  /// zeros around them.
   template <int kVectors>
-  BFloat16Pair* start_weights(int64_t first_key, int keys, int first_row) {
-    weights_ = buffers_ + (weights_ == buffers_ ? kWeightKeys / 2 * kRows : 0);
+  BFloat16Pair* start_weights(int64_t first_key, int keys, int first_row) const {
     const int64_t before = first_key % kTileDepth;
     const int64_t end = PackedKeys::blocks(before + keys) * kTileDepth;
     BFloat16Pair* to = weights_ + first_row;
@@ -294,13 +263,14 @@ class AmxSource {
     return to + before / 2 * kRows;
   }
 
-  /// The weights of `count` keys, 1 or 2, from k on, as weight(key, v) has them.
-  template <int kVectors, class Weight>
-  QKV_INLINE void round_pair(int k, int count, BFloat16Pair* to, Weight weight) const {
+  /// The weights of one or two keys from k on, as weight(key, v) has them.
+  template <int kVectors, int kCount, class Weight>
+  QKV_INLINE void round_pair(int k, BFloat16Pair* to, Weight weight) const {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const auto first = weight(k, v);
-      const auto second = count == 2 ? weight(k + 1, v) : S::zero();
+      auto second = S::zero();
+      if constexpr (kCount == 2) second = weight(k + 1, v);
       Pairs::store(to + k / 2 * kRows + v * S::kWidth, Pairs::round(first, second));
     }
   }
@@ -336,13 +306,8 @@ class AmxSource {
   bool is_prepared_;  // packed_ is of the whole head, else of a block
   PackedKeys packed_;
   BFloat16Pair* query_t_;  // [D / 2][rows]
-  BFloat16Pair* buffers_;  // [2][keys / 2][rows]
-  BFloat16Pair* weights_;  // one of them, of a block
-  float* products_;  // [2][16 keys][rows]
-
-  // Oᵀ += Vᵀ · P of the block before, from the row of tiles that it has come to.
-  TileProduct<kForwardVectors> values_product_{0, {}, {}, nullptr, kRows, true};
-  int64_t values_left_ = 0;  // rows of tiles
+  BFloat16Pair* weights_;  // [keys / 2][rows], of a block
+  float* products_;        // [2][16 keys][rows]
 };
 
 }  // namespace qkv::kernels::QKV_ISA

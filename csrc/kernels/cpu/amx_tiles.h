@@ -10,8 +10,7 @@
 //
 //     C[i][j] += sum over k of A[i][2k] · B[k][j].first + A[i][2k + 1] · B[k][j].second
 //
-// with 16 times the multiply-adds of a vector unit in float32, and beside it: the tiles are worked
-// on while vectors are. Subnormal numbers count as zeros.
+// with 16 times the multiply-adds of a vector unit in float32. Subnormal numbers count as zeros.
 //
 // In assembly, because g++ 12 takes its own intrinsics of tiles for ones that read no memory, and
 // moves stores of what they load behind them.
@@ -59,15 +58,13 @@ QKV_INLINE void multiply_add_tiles() {
 }
 
 /// C[16][16 · columns] = A[16][32 · steps] · B[16 · steps][16 · columns], or += if it adds: up to
-/// three tiles of C side by side, one product of two tiles at a time, so that vectors can work
-/// meanwhile.
+/// three tiles of C side by side.
 ///
 /// Five of the eight tiles are used, one row of products: 17 cycles a product, or 33 while, it
 /// seems, another machine uses the same core. In all eight, two by two products, it is 17 or 70
 /// (Emerald Rapids), as if few were left to rename them to.
-template <int kColumns>
-class TileProduct {
- public:
+template <int kColumns, bool kAdds>
+struct TileProduct {
   struct Left {
     const BFloat16* data;
     int64_t row;
@@ -78,65 +75,52 @@ class TileProduct {
     int64_t row;
   };
 
-  QKV_INLINE TileProduct(int64_t steps, Left a, Right b, float* c, int64_t c_row, bool adds)
-      : steps_(steps), a_(a), b_(b), c_(c), c_bytes_(c_row * int64_t{sizeof(float)}), adds_(adds) {}
+  int64_t steps;
+  Left a;
+  Right b;
+  float* c;
+  int64_t c_row;
 
-  QKV_INLINE int64_t products() const { return steps_ * kColumns; }
-  QKV_INLINE bool is_done() const { return step_ == steps_; }
-
-  QKV_INLINE void advance() {
+  QKV_INLINE void multiply() const {
     static_assert(kColumns <= 3);
-    if (column_ == 0) {
-      load_tile<kA>(a_.data + step_ * a_.step, a_.row * int64_t{sizeof(BFloat16)});
-      advance_column<0>();
-    } else if (column_ == 1) {
-      if constexpr (kColumns > 1) advance_column<1>();
-    } else {
-      if constexpr (kColumns > 2) advance_column<2>();
+    const int64_t a_bytes = a.row * int64_t{sizeof(BFloat16)};
+    const int64_t b_bytes = b.row * int64_t{sizeof(BFloat16Pair)};
+    start<0>();
+    if constexpr (kColumns > 1) start<1>();
+    if constexpr (kColumns > 2) start<2>();
+    const BFloat16* a_tile = a.data;
+    const BFloat16Pair* b_tile = b.data;
+    for (int64_t s = 0; s < steps; ++s) {
+      load_tile<kA>(a_tile, a_bytes);
+      add_column<0>(b_tile, b_bytes);
+      if constexpr (kColumns > 1) add_column<1>(b_tile, b_bytes);
+      if constexpr (kColumns > 2) add_column<2>(b_tile, b_bytes);
+      a_tile += a.step;
+      b_tile += kTileDepth / 2 * b.row;
     }
-    if (++column_ < kColumns) return;
-    column_ = 0;
-    ++step_;
-  }
-
-  QKV_INLINE void finish() {
-    while (!is_done()) advance();
-  }
-
-  /// To the product of the next rows of A and C.
-  QKV_INLINE void move(int64_t a_offset, int64_t c_offset) {
-    a_.data += a_offset;
-    c_ += c_offset;
-    step_ = 0;
+    store_tile<0>(c, c_bytes());
+    if constexpr (kColumns > 1) store_tile<1>(c + kTileRows, c_bytes());
+    if constexpr (kColumns > 2) store_tile<2>(c + 2 * kTileRows, c_bytes());
   }
 
  private:
   static constexpr int kA = 3, kB = 4;
 
-  template <int kColumn>
-  QKV_INLINE void advance_column() {
-    float* c = c_ + kColumn * kTileRows;
-    if (step_ == 0) {
-      if (adds_) {
-        load_tile<kColumn>(c, c_bytes_);
-      } else {
-        set_tile_to_zero<kColumn>();
-      }
-    }
-    load_tile<kB>(b_.data + step_ * (kTileDepth / 2) * b_.row + kColumn * kTileRows,
-                  b_.row * int64_t{sizeof(BFloat16Pair)});
-    multiply_add_tiles<kColumn, kA, kB>();
-    if (step_ + 1 == steps_) store_tile<kColumn>(c, c_bytes_);
-  }
+  QKV_INLINE int64_t c_bytes() const { return c_row * int64_t{sizeof(float)}; }
 
-  int64_t steps_;
-  int64_t step_ = 0;
-  int column_ = 0;
-  Left a_;
-  Right b_;
-  float* c_;
-  int64_t c_bytes_;
-  bool adds_;
+  template <int kColumn>
+  QKV_INLINE void start() const {
+    if constexpr (kAdds) {
+      load_tile<kColumn>(c + kColumn * kTileRows, c_bytes());
+    } else {
+      set_tile_to_zero<kColumn>();
+    }
+  }
+  template <int kColumn>
+  QKV_INLINE void add_column(const BFloat16Pair* b_tile, int64_t b_bytes) const {
+    load_tile<kB>(b_tile + kColumn * kTileRows, b_bytes);
+    multiply_add_tiles<kColumn, kA, kB>();
+  }
 };
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -121,8 +121,6 @@ class BFloat16Source {
     }
   }
 
-  void finish_values() const {}
-
  private:
   static void interleave_values(const BFloat16* values, int64_t row, int64_t keys, int64_t width,
                                 BFloat16Pair* to) {

@@ -88,9 +88,6 @@ class ForwardSource {
     }
   }
 
-  /// Everything has been added already.
-  void finish_values() const {}
-
  private:
   Rows<T> rows_of(const Operand<const T>& x, int64_t first_key, int keys, int64_t width) const {
     return rows_of_block(tile_, x, p_.key_value_storage, first_key, keys, width, block_);

@@ -97,7 +97,6 @@ class ForwardTile {
       if (n < end_of_all && end_of_all < end) end = end_of_all;
       add_block(n, static_cast<int>(end - n));
     }
-    source_.finish_values();
   }
 
   /// [ out, not normalised | max | sum ] of each row, for merge().
