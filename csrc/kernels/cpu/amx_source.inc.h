@@ -96,7 +96,8 @@ class AmxSource {
   using Real = float;
   using S = Simd<float>;
   using Pairs = Simd<BFloat16Pair>;
-  static constexpr int kRows = kForwardRows<float>;
+  static constexpr int kVectors = 4;  // of rows in a tile
+  static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kTakesFewRows = false;
 
@@ -116,7 +117,7 @@ class AmxSource {
   }
 
   static int64_t scratch_bytes(const Problem<float>& p) {
-    const int64_t numbers = query_pairs(p) + (kWeightKeys / 2 + 2 * kTileRows) * kRows;
+    const int64_t numbers = query_pairs<kRows>(p) + (kWeightKeys / 2 + 2 * kTileRows) * kRows;
     return numbers * int64_t{sizeof(float)} + PackedKeys::bytes(p, kWeightKeys);
   }
 
@@ -125,7 +126,7 @@ class AmxSource {
         keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
         query_t_(static_cast<BFloat16Pair*>(scratch)),
-        weights_(query_t_ + query_pairs(p_)),
+        weights_(query_t_ + query_pairs<kRows>(p_)),
         products_(reinterpret_cast<float*>(weights_ + kWeightKeys / 2 * kRows)) {
     is_prepared_ = prepared_bytes(p_) > 0;
     packed_ = is_prepared_ ? PackedKeys::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))

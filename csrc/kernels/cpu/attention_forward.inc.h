@@ -15,41 +15,41 @@ namespace qkv::kernels::QKV_ISA {
 
 constexpr int64_t kKeysOfForwardSplit = 1024;  // at least
 
-template <class T>
+template <class Source, class T>
 inline int64_t forward_tiles_per_head(const Problem<T>& problem) {
-  return (rows_of_kv_head(problem) + kForwardRows<T> - 1) / kForwardRows<T>;
+  return (rows_of_kv_head(problem) + Source::kRows - 1) / Source::kRows;
 }
 
 /// Ranges that the keys of a tile are cut into: several if the rows of a head fill one tile at
 /// most.
-template <class T>
+template <class Source, class T>
 inline int64_t forward_splits(const Problem<T>& problem) {
-  if (rows_of_kv_head(problem) > kForwardRows<T>) return 1;
+  if (rows_of_kv_head(problem) > Source::kRows) return 1;
   const int64_t splits = problem.keys / kKeysOfForwardSplit;
   return splits < 1 ? 1 : splits > kMaxForwardSplits ? kMaxForwardSplits : splits;
 }
 
-template <class T>
+template <class Source, class T>
 inline KeyRange keys_of_forward_split(const Problem<T>& problem, int64_t split) {
-  const int64_t splits = forward_splits(problem);
+  const int64_t splits = forward_splits<Source>(problem);
   const int64_t blocks = (problem.keys + kForwardBlockKeys - 1) / kForwardBlockKeys;
   const int64_t end = blocks * (split + 1) / splits * kForwardBlockKeys;
   return {blocks * split / splits * kForwardBlockKeys, end < problem.keys ? end : problem.keys};
 }
 
 /// One unit of work is one range of keys for one tile.
-template <class T>
+template <class Source, class T>
 inline int64_t forward_units(const ForwardParams<T>& params) {
   const Problem<T>& p = params.problem;
-  return p.batch * p.kv_heads * forward_tiles_per_head(p) * forward_splits(p);
+  return p.batch * p.kv_heads * forward_tiles_per_head<Source>(p) * forward_splits<Source>(p);
 }
 
 /// How many numbers ForwardParams::partial has; 0 if it is not needed.
-template <class T>
+template <class Source, class T>
 inline int64_t forward_partial_size(const ForwardParams<T>& params) {
   const Problem<T>& p = params.problem;
-  if (forward_splits(p) == 1) return 0;
-  return forward_units(params) * rows_of_kv_head(p) * partial_row(p);
+  if (forward_splits<Source>(p) == 1) return 0;
+  return forward_units<Source>(params) * rows_of_kv_head(p) * partial_row(p);
 }
 
 template <class Source, class T>
@@ -87,11 +87,11 @@ inline void forward_few_rows(const ForwardParams<T>& params, int64_t batch, int6
 template <class Source, class T>
 inline void attention_forward(const ForwardParams<T>& params, int64_t unit, void* scratch) {
   const Problem<T>& p = params.problem;
-  const int64_t tiles = forward_tiles_per_head(p), splits = forward_splits(p);
+  const int64_t tiles = forward_tiles_per_head<Source>(p), splits = forward_splits<Source>(p);
   const int64_t split = unit % splits, t = tiles - 1 - unit / splits % tiles;
   const int64_t head = unit / splits / tiles;
   const int64_t batch = head / p.kv_heads, kv_head = head % p.kv_heads;
-  const KeyRange keys = keys_of_forward_split(p, split);
+  const KeyRange keys = keys_of_forward_split<Source>(p, split);
   T* partial = splits == 1 ? nullptr : params.partial + unit * rows_of_kv_head(p) * partial_row(p);
   if constexpr (Source::kTakesFewRows) {
     if (rows_of_kv_head(p) <= kFewRows<T>) {
@@ -100,8 +100,8 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t unit, void
     }
   }
   const int64_t group = p.query_heads / p.kv_heads;
-  const auto rows = RowTile<kForwardRows<T>>::make(p, batch, kv_head, kv_head * group, group,
-                                                   t * kForwardRows<T>);
+  const auto rows =
+      RowTile<Source::kRows>::make(p, batch, kv_head, kv_head * group, group, t * Source::kRows);
   ForwardTile<Source> tile(params, rows, scratch);
   tile.run(keys);
   if (partial != nullptr) {
@@ -112,13 +112,13 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t unit, void
 }
 
 /// After all units, if there is a partial: one unit is one key/value head.
-template <class T>
+template <class Source, class T>
 inline void merge_forward(const ForwardParams<T>& params, int64_t head) {
   const Problem<T>& p = params.problem;
-  const int64_t splits = forward_splits(p);
+  const int64_t splits = forward_splits<Source>(p);
   const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
   const auto tile =
-      RowTile<kForwardRows<T>>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, 0);
+      RowTile<Source::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, 0);
   merge(params, tile, splits, params.partial + head * splits * rows_of_kv_head(p) * partial_row(p));
 }
 
@@ -140,14 +140,10 @@ template <class Source>
 constexpr ForwardKernels<typename Source::Real> make_forward_kernels() {
   using T = typename Source::Real;
   return {
-      forward_units<T>,
-      forward_scratch_bytes<Source, T>,
-      forward_partial_size<T>,
-      forward_prepared_bytes<Source, T>,
-      Source::reads_16_bits,
-      prepare_forward<Source, T>,
-      attention_forward<Source, T>,
-      merge_forward<T>,
+      forward_units<Source, T>,        forward_scratch_bytes<Source, T>,
+      forward_partial_size<Source, T>, forward_prepared_bytes<Source, T>,
+      Source::reads_16_bits,           prepare_forward<Source, T>,
+      attention_forward<Source, T>,    merge_forward<Source, T>,
   };
 }
 

@@ -21,7 +21,8 @@ class BFloat16Source {
   using Real = float;
   using S = Simd<float>;
   using Pairs = Simd<BFloat16Pair>;
-  static constexpr int kRows = kForwardRows<float>;
+  static constexpr int kVectors = 3;  // of rows in a tile
+  static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kTakesFewRows = false;
 
@@ -42,7 +43,7 @@ class BFloat16Source {
 
   static int64_t scratch_bytes(const Problem<float>& p) {
     const int64_t pairs =
-        query_pairs(p) + kForwardBlockKeys / 2 * kRows + kForwardBlockKeys / 2 * p.value_dim;
+        query_pairs<kRows>(p) + kForwardBlockKeys / 2 * kRows + kForwardBlockKeys / 2 * p.value_dim;
     return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
 
@@ -51,7 +52,7 @@ class BFloat16Source {
         keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
         query_t_(static_cast<BFloat16Pair*>(scratch)),
-        weights_(query_t_ + query_pairs(p_)),
+        weights_(query_t_ + query_pairs<kRows>(p_)),
         block_values_(weights_ + kForwardBlockKeys / 2 * kRows) {
     if (prepared_bytes(p_) > 0) {
       prepared_ = static_cast<BFloat16Pair*>(prepared_of_head<BFloat16Source>(params, tile));

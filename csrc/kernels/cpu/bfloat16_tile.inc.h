@@ -32,8 +32,9 @@ QKV_INLINE const BFloat16Pair* in_pairs(const BFloat16* x) {
 }
 
 /// The size of query_t: zeros fill it up to a multiple of 32 columns of Q.
+template <int kRows>
 inline int64_t query_pairs(const Problem<float>& p) {
-  return (p.head_dim + 31) / 32 * 16 * kForwardRows<float>;
+  return (p.head_dim + 31) / 32 * 16 * kRows;
 }
 
 template <int kRows>

@@ -16,7 +16,8 @@ template <class T>
 class ForwardSource {
  public:
   using Real = T;
-  static constexpr int kRows = kForwardRows<T>;
+  static constexpr int kVectors = 3;  // of rows in a tile
+  static constexpr int kRows = kVectors * Simd<T>::kWidth;
   static constexpr bool kRoundsWeights = false;
   static constexpr bool kTakesFewRows = true;
 

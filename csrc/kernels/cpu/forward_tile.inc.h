@@ -39,12 +39,8 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-constexpr int kForwardVectors = 3;  // of rows in a tile
 constexpr int kForwardBlockKeys = 128;
 constexpr int kEdgeKeys = 16;
-
-template <class T>
-constexpr int kForwardRows = kForwardVectors* Simd<T>::kWidth;
 
 template <class Source>
 class ForwardTile {
@@ -53,7 +49,7 @@ class ForwardTile {
   using S = Simd<T>;
   using Math = VectorMath<T>;
   using Number = typename S::Number;
-  static constexpr int kRows = kForwardRows<T>;
+  static constexpr int kRows = Source::kRows;
   using Tile = RowTile<kRows>;
 
   /// Of the tile itself, in numbers; the source's come after.
@@ -114,7 +110,7 @@ class ForwardTile {
   void write_results() {
     alignas(64) T max[kRows], sum[kRows], factor[kRows], normaliser[kRows];
     store_softmax(max, sum, factor);
-    for (int v = 0; v < kForwardVectors; ++v) {
+    for (int v = 0; v < Source::kVectors; ++v) {
       S::store(normaliser + v * S::kWidth, softmax_[v].normaliser());
     }
     const T dropout = dropout_scale<T>(p_.dropout);
@@ -132,7 +128,7 @@ class ForwardTile {
  private:
   /// With a source that rounds weights, factor is sum / the sum of the rounded ones.
   void store_softmax(T* max, T* sum, T* factor) const {
-    for (int v = 0; v < kForwardVectors; ++v) {
+    for (int v = 0; v < Source::kVectors; ++v) {
       S::store(max + v * S::kWidth, softmax_[v].max);
       S::store(sum + v * S::kWidth, softmax_[v].sum);
     }
@@ -167,6 +163,11 @@ class ForwardTile {
           break;
         case 3:
           add_keys<3>(first_key + begin, end - begin, begin, seen.first, state);
+          break;
+        case 4:
+          if constexpr (Source::kVectors == 4) {
+            add_keys<4>(first_key + begin, end - begin, begin, seen.first, state);
+          }
           break;
       }
     }
@@ -310,8 +311,8 @@ class ForwardTile {
   T* scores_;  // [keys][rows], then the weights
   MaskTile<T, kRows> mask_;
   uint8_t* stays_;
-  AlibiTile<T, kForwardVectors> alibi_;
-  OnlineSoftmax<Math> softmax_[kForwardVectors];
+  AlibiTile<T, Source::kVectors> alibi_;
+  OnlineSoftmax<Math> softmax_[Source::kVectors];
   Source source_;
   int vectors_;  // that have rows
   bool drops_;
