@@ -30,6 +30,7 @@ MANY_KEYS = {
     },
     "dropout": {"dropout_p": 0.3},
     "one_tile": {"queries": 20, "keys": 2100, "is_causal": True, "query_offset": 1000},
+    "decoding": {"heads": 16, "kv_heads": 1, "enable_gqa": True, "queries": 4, "keys": 2101},
 }
 
 half_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
