@@ -68,8 +68,10 @@ void run(const Operands& operands, const TensorTuple<4>& results) {
   if (prepared_bytes > 0) {
     for_each_unit(heads, 0, [&](int64_t head, void*) { kernels.prepare_forward(params, head); });
   }
-  for_each_unit(kernels.forward_units(params), kernels.forward_scratch_bytes(params),
-                [&](int64_t unit, void* scratch) { kernels.forward(params, unit, scratch); });
+  const int64_t in_turn = kernels.forward_tiles_in_turn(params, at::get_num_threads());
+  for_each_unit(
+      kernels.forward_units(params, in_turn), kernels.forward_scratch_bytes(params, in_turn),
+      [&](int64_t unit, void* scratch) { kernels.forward(params, in_turn, unit, scratch); });
   if (partial_size > 0) {
     for_each_unit(heads, 0, [&](int64_t head, void*) { kernels.merge_forward(params, head); });
   }

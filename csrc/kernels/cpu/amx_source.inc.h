@@ -116,17 +116,20 @@ class AmxSource {
     packed.pack_values(p, tile.stored_keys_of_head<BFloat16>(p.value), p.keys);
   }
 
-  static int64_t scratch_bytes(const Problem<float>& p) {
-    const int64_t numbers = query_pairs<kRows>(p) + (kWeightKeys / 2 + 2 * kTileRows) * kRows;
+  static int64_t own_bytes(const Problem<float>& p) {
+    return query_pairs<kRows>(p) * int64_t{sizeof(BFloat16Pair)};
+  }
+  static int64_t block_bytes(const Problem<float>& p) {
+    const int64_t numbers = (kWeightKeys / 2 + 2 * kTileRows) * kRows;
     return numbers * int64_t{sizeof(float)} + PackedKeys::bytes(p, kWeightKeys);
   }
 
-  AmxSource(const ForwardParams<float>& params, const RowTile<kRows>& tile, void* scratch)
+  AmxSource(const ForwardParams<float>& params, const RowTile<kRows>& tile, void* own, void* block)
       : p_(params.problem),
         keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
-        query_t_(static_cast<BFloat16Pair*>(scratch)),
-        weights_(query_t_ + query_pairs<kRows>(p_)),
+        query_t_(static_cast<BFloat16Pair*>(own)),
+        weights_(static_cast<BFloat16Pair*>(block)),
         products_(reinterpret_cast<float*>(weights_ + kWeightKeys / 2 * kRows)) {
     is_prepared_ = prepared_bytes(p_) > 0;
     packed_ = is_prepared_ ? PackedKeys::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))

@@ -9,6 +9,9 @@
 // those of a key/value head fill one tile at most, ranges of its keys whose results are merged
 // (merge.inc.h). Up to kFewRows rows have a kernel of their own (few_rows.inc.h).
 //
+// If K and V of a head are too large for a second-level cache, a few of its tiles take turns: each
+// takes in the same keys, a quarter of a MiB, before they all go on to the next.
+//
 // Source: what a tile's products are done in (forward_source.inc.h).
 
 namespace qkv::kernels::QKV_ISA {
@@ -37,11 +40,43 @@ inline KeyRange keys_of_forward_split(const Problem<T>& problem, int64_t split) 
   return {blocks * split / splits * kForwardBlockKeys, end < problem.keys ? end : problem.keys};
 }
 
-/// One unit of work is one range of keys for one tile.
+constexpr int64_t kTilesInTurn = 4;  // at most
+constexpr int64_t kBytesOfTurn = int64_t{1}
+                                 << 18;  // of K and V; a head of four times that is large
+
+inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+template <class T>
+inline int64_t bytes_of_key(const Problem<T>& p) {
+  const int64_t number = p.key_value_storage == Storage::kSame ? sizeof(T) : 2;
+  return (p.head_dim + p.value_dim) * number;
+}
+
+/// Whole blocks.
+template <class T>
+inline int64_t keys_of_turn(const Problem<T>& p) {
+  const int64_t keys = kBytesOfTurn / (bytes_of_key(p) + 1);
+  return (keys + kForwardBlockKeys - 1) / kForwardBlockKeys * kForwardBlockKeys;
+}
+
+/// How many tiles of a head take turns: several if K and V are large and `threads` threads have
+/// enough units even so. No bit of a result depends on it.
 template <class Source, class T>
-inline int64_t forward_units(const ForwardParams<T>& params) {
+inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t threads) {
+  constexpr int64_t kUnitsOfThread = 8;
   const Problem<T>& p = params.problem;
-  return p.batch * p.kv_heads * forward_tiles_per_head<Source>(p) * forward_splits<Source>(p);
+  if (p.keys * bytes_of_key(p) < 4 * kBytesOfTurn || forward_splits<Source>(p) > 1) return 1;
+  const int64_t tiles = p.batch * p.kv_heads * forward_tiles_per_head<Source>(p);
+  const int64_t most = tiles / (threads * kUnitsOfThread);
+  return most < 1 ? 1 : most > kTilesInTurn ? kTilesInTurn : most;
+}
+
+/// One unit of work is one range of keys for one tile, or all keys for tiles that take turns.
+template <class Source, class T>
+inline int64_t forward_units(const ForwardParams<T>& params, int64_t in_turn) {
+  const Problem<T>& p = params.problem;
+  const int64_t tiles = (forward_tiles_per_head<Source>(p) + in_turn - 1) / in_turn;
+  return p.batch * p.kv_heads * tiles * forward_splits<Source>(p);
 }
 
 /// How many numbers ForwardParams::partial has; 0 if it is not needed.
@@ -49,14 +84,48 @@ template <class Source, class T>
 inline int64_t forward_partial_size(const ForwardParams<T>& params) {
   const Problem<T>& p = params.problem;
   if (forward_splits<Source>(p) == 1) return 0;
-  return forward_units<Source>(params) * rows_of_kv_head(p) * partial_row(p);
+  return forward_units<Source>(params, 1) * rows_of_kv_head(p) * partial_row(p);
 }
 
+/// One of the tiles that take turns. It lies in scratch, before the memory of its own.
+template <class Source>
+struct TileInTurn {
+  using T = typename Source::Real;
+
+  RowTile<Source::kRows> rows;
+  ForwardTile<Source> tile;
+
+  TileInTurn(const ForwardParams<T>& params, int64_t batch, int64_t kv_head, int64_t t, void* block)
+      : rows(rows_of(params.problem, batch, kv_head, t)),
+        tile(params, rows, reinterpret_cast<char*>(this) + kBytes, block) {}
+
+  static void* operator new(decltype(sizeof(0)), char* where) { return where; }
+  static void operator delete(void*, char*) {}
+  static void operator delete(void*) {}
+
+  static int64_t bytes(const Problem<T>& p) {
+    return kBytes + whole_lines(ForwardTile<Source>::own_bytes(p));
+  }
+
+ private:
+  static constexpr int64_t kBytes =
+      (sizeof(RowTile<Source::kRows>) + sizeof(ForwardTile<Source>) + 127) / 64 * 64;
+
+  static RowTile<Source::kRows> rows_of(const Problem<T>& p, int64_t batch, int64_t kv_head,
+                                        int64_t t) {
+    const int64_t group = p.query_heads / p.kv_heads;
+    return RowTile<Source::kRows>::make(p, batch, kv_head, kv_head * group, group,
+                                        t * Source::kRows);
+  }
+};
+
 template <class Source, class T>
-inline int64_t forward_scratch_bytes(const ForwardParams<T>& params) {
-  const int64_t tile = ForwardTile<Source>::scratch_bytes(params.problem);
-  const int64_t rows = few_rows_scratch_bytes(params.problem);
-  return tile > rows ? tile : rows;
+inline int64_t forward_scratch_bytes(const ForwardParams<T>& params, int64_t in_turn) {
+  const Problem<T>& p = params.problem;
+  const int64_t tiles =
+      whole_lines(ForwardTile<Source>::block_bytes(p)) + in_turn * TileInTurn<Source>::bytes(p);
+  const int64_t rows = few_rows_scratch_bytes(p);
+  return tiles > rows ? tiles : rows;
 }
 
 /// Up to kFewRows rows and some of their keys: to partial, or merged at once if it is nullptr.
@@ -85,11 +154,13 @@ inline void forward_few_rows(const ForwardParams<T>& params, int64_t batch, int6
 /// Tiles of a head run from the last to the first: under a causal mask the last ones have most
 /// keys, and starting with them leaves small pieces to even out the threads.
 template <class Source, class T>
-inline void attention_forward(const ForwardParams<T>& params, int64_t unit, void* scratch) {
+inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, int64_t unit,
+                              void* scratch) {
   const Problem<T>& p = params.problem;
   const int64_t tiles = forward_tiles_per_head<Source>(p), splits = forward_splits<Source>(p);
-  const int64_t split = unit % splits, t = tiles - 1 - unit / splits % tiles;
-  const int64_t head = unit / splits / tiles;
+  const int64_t turns = (tiles + in_turn - 1) / in_turn;
+  const int64_t split = unit % splits, turn = turns - 1 - unit / splits % turns;
+  const int64_t head = unit / splits / turns;
   const int64_t batch = head / p.kv_heads, kv_head = head % p.kv_heads;
   const KeyRange keys = keys_of_forward_split<Source>(p, split);
   T* partial = splits == 1 ? nullptr : params.partial + unit * rows_of_kv_head(p) * partial_row(p);
@@ -99,15 +170,27 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t unit, void
       return;
     }
   }
-  const int64_t group = p.query_heads / p.kv_heads;
-  const auto rows =
-      RowTile<Source::kRows>::make(p, batch, kv_head, kv_head * group, group, t * Source::kRows);
-  ForwardTile<Source> tile(params, rows, scratch);
-  tile.run(keys);
-  if (partial != nullptr) {
-    tile.write_partial(partial);
-  } else {
-    tile.write_results();
+  using Tile = TileInTurn<Source>;
+  Tile* tile[kTilesInTurn];
+  char* memory = static_cast<char*>(scratch) + whole_lines(ForwardTile<Source>::block_bytes(p));
+  const int64_t first = turn * in_turn;
+  const int64_t count = tiles - first < in_turn ? tiles - first : in_turn;
+  for (int64_t i = 0; i < count; ++i, memory += Tile::bytes(p)) {
+    tile[i] = new (memory) Tile(params, batch, kv_head, first + i, scratch);
+    tile[i]->tile.start(keys);
+  }
+  const int64_t step = count == 1 ? p.keys : keys_of_turn(p);
+  for (int64_t end = keys.begin; end < keys.end;) {
+    end = end + step < keys.end ? end + step : keys.end;
+    for (int64_t i = 0; i < count; ++i) tile[i]->tile.run_until(end);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (partial != nullptr) {
+      tile[i]->tile.write_partial(partial);
+    } else {
+      tile[i]->tile.write_results();
+    }
+    tile[i]->~Tile();
   }
 }
 
@@ -140,10 +223,11 @@ template <class Source>
 constexpr ForwardKernels<typename Source::Real> make_forward_kernels() {
   using T = typename Source::Real;
   return {
-      forward_units<Source, T>,        forward_scratch_bytes<Source, T>,
-      forward_partial_size<Source, T>, forward_prepared_bytes<Source, T>,
-      Source::reads_16_bits,           prepare_forward<Source, T>,
-      attention_forward<Source, T>,    merge_forward<Source, T>,
+      forward_tiles_in_turn<Source, T>,  forward_units<Source, T>,
+      forward_scratch_bytes<Source, T>,  forward_partial_size<Source, T>,
+      forward_prepared_bytes<Source, T>, Source::reads_16_bits,
+      prepare_forward<Source, T>,        attention_forward<Source, T>,
+      merge_forward<Source, T>,
   };
 }
 

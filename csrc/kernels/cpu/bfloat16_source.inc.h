@@ -41,18 +41,21 @@ class BFloat16Source {
                       p.value_dim, static_cast<BFloat16Pair*>(prepared));
   }
 
-  static int64_t scratch_bytes(const Problem<float>& p) {
-    const int64_t pairs =
-        query_pairs<kRows>(p) + kForwardBlockKeys / 2 * kRows + kForwardBlockKeys / 2 * p.value_dim;
+  static int64_t own_bytes(const Problem<float>& p) {
+    return query_pairs<kRows>(p) * static_cast<int64_t>(sizeof(BFloat16Pair));
+  }
+  static int64_t block_bytes(const Problem<float>& p) {
+    const int64_t pairs = kForwardBlockKeys / 2 * (kRows + p.value_dim);
     return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
 
-  BFloat16Source(const ForwardParams<float>& params, const RowTile<kRows>& tile, void* scratch)
+  BFloat16Source(const ForwardParams<float>& params, const RowTile<kRows>& tile, void* own,
+                 void* block)
       : p_(params.problem),
         keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
-        query_t_(static_cast<BFloat16Pair*>(scratch)),
-        weights_(query_t_ + query_pairs<kRows>(p_)),
+        query_t_(static_cast<BFloat16Pair*>(own)),
+        weights_(static_cast<BFloat16Pair*>(block)),
         block_values_(weights_ + kForwardBlockKeys / 2 * kRows) {
     if (prepared_bytes(p_) > 0) {
       prepared_ = static_cast<BFloat16Pair*>(prepared_of_head<BFloat16Source>(params, tile));

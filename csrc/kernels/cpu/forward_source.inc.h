@@ -32,17 +32,19 @@ class ForwardSource {
   static int64_t prepared_bytes(const Problem<T>&) { return 0; }
   static void prepare(const Problem<T>&, const RowTile<1>&, void*) {}
 
-  static int64_t scratch_bytes(const Problem<T>& p) {
+  static int64_t own_bytes(const Problem<T>& p) {
+    return p.head_dim * kRows * static_cast<int64_t>(sizeof(T));
+  }
+  static int64_t block_bytes(const Problem<T>& p) {
     const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-    const int64_t numbers = p.head_dim * kRows + kForwardBlockKeys * spread_row<T>(widest);
-    return numbers * static_cast<int64_t>(sizeof(T));
+    return kForwardBlockKeys * spread_row<T>(widest) * static_cast<int64_t>(sizeof(T));
   }
 
-  ForwardSource(const ForwardParams<T>& params, const RowTile<kRows>& tile, void* scratch)
+  ForwardSource(const ForwardParams<T>& params, const RowTile<kRows>& tile, void* own, void* block)
       : p_(params.problem),
         tile_(tile),
-        query_t_(static_cast<T*>(scratch)),
-        block_(query_t_ + p_.head_dim * kRows) {
+        query_t_(static_cast<T*>(own)),
+        block_(static_cast<T*>(block)) {
     tile.pack_transposed(p_.query, p_.head_dim, p_.scale, query_t_);
   }
 

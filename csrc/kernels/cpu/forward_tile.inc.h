@@ -52,26 +52,27 @@ class ForwardTile {
   static constexpr int kRows = Source::kRows;
   using Tile = RowTile<kRows>;
 
-  /// Of the tile itself, in numbers; the source's come after.
-  static int64_t scratch_numbers(const Problem<T>& p) {
-    return (Source::out_rows(p) + 2 * kForwardBlockKeys) * kRows;
+  /// What a tile needs from its first block of keys to its last; the source's part comes after.
+  static int64_t own_bytes(const Problem<T>& p) {
+    return Source::out_rows(p) * kRows * static_cast<int64_t>(sizeof(T)) + Source::own_bytes(p);
+  }
+  /// What it needs for one block; the source's part comes after.
+  static int64_t block_bytes(const Problem<T>& p) {
+    return 2 * kForwardBlockKeys * kRows * static_cast<int64_t>(sizeof(T)) + kBitBytes +
+           Source::block_bytes(p);
   }
   static constexpr int64_t kBitBytes = 2 * kForwardBlockKeys / 8 * kRows;
-  static int64_t scratch_bytes(const Problem<T>& p) {
-    return scratch_numbers(p) * static_cast<int64_t>(sizeof(T)) + kBitBytes +
-           Source::scratch_bytes(p);
-  }
 
-  ForwardTile(const ForwardParams<T>& params, const Tile& tile, void* scratch)
+  ForwardTile(const ForwardParams<T>& params, const Tile& tile, void* own, void* block)
       : params_(params),
         p_(params.problem),
         tile_(tile),
-        out_t_(static_cast<T*>(scratch)),
-        scores_(out_t_ + Source::out_rows(p_) * kRows),
+        out_t_(static_cast<T*>(own)),
+        scores_(static_cast<T*>(block)),
         mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * kForwardBlockKeys * kRows),
               scores_ + kForwardBlockKeys * kRows},
         stays_(mask_.bits + kForwardBlockKeys / 8 * kRows),
-        source_(params, tile, mask_.bits + kBitBytes) {
+        source_(params, tile, out_t_ + Source::out_rows(p_) * kRows, mask_.bits + kBitBytes) {
     alibi_.load(p_, tile);
     drops_ = p_.dropout.threshold != 0;
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
@@ -79,16 +80,21 @@ class ForwardTile {
     for (auto& s : softmax_) s.clear();
   }
 
-  /// Takes in all keys of `split` that some row sees.
-  void run(KeyRange split) {
+  /// The keys that are to be taken in: those of `split` that some row sees.
+  void start(KeyRange split) {
     const int64_t first = tile_.first_query(), last = tile_.last_query();
-    const KeyRange any = keys_of_any(p_.band, first, last, p_.keys).intersection(split);
-    const KeyRange all = keys_of_all(p_.band, first, last, p_.keys);
-    for (int64_t n = first_of_eight(any.begin), end; n < any.end; n = end) {
+    any_ = keys_of_any(p_.band, first, last, p_.keys).intersection(split);
+    all_ = keys_of_all(p_.band, first, last, p_.keys);
+    next_key_ = first_of_eight(any_.begin);
+  }
+
+  /// Takes in the next blocks of keys, up to the first that begins at `end_of_keys` or after it.
+  void run_until(int64_t end_of_keys) {
+    for (int64_t n = next_key_, end; n < any_.end && n < end_of_keys; next_key_ = n = end) {
       // Blocks end where all rows begin to see the keys, and where they cease to.
-      end = n + kForwardBlockKeys < any.end ? n + kForwardBlockKeys : any.end;
-      const int64_t begin_of_all = first_of_eight(all.begin + 7);
-      const int64_t end_of_all = first_of_eight(all.end);
+      end = n + kForwardBlockKeys < any_.end ? n + kForwardBlockKeys : any_.end;
+      const int64_t begin_of_all = first_of_eight(all_.begin + 7);
+      const int64_t end_of_all = first_of_eight(all_.end);
       if (n < begin_of_all && begin_of_all < end) end = begin_of_all;
       if (n < end_of_all && end_of_all < end) end = end_of_all;
       add_block(n, static_cast<int>(end - n));
@@ -314,6 +320,9 @@ class ForwardTile {
   AlibiTile<T, Source::kVectors> alibi_;
   OnlineSoftmax<Math> softmax_[Source::kVectors];
   Source source_;
+  KeyRange any_;  // keys that some row sees
+  KeyRange all_;  // keys that all rows see
+  int64_t next_key_;
   int vectors_;  // that have rows
   bool drops_;
 };

@@ -10,14 +10,15 @@ namespace qkv::kernels {
 /// Kernels work on numbered units, any of which may run on any thread, each with its own scratch.
 template <class T>
 struct ForwardKernels {
-  int64_t (*forward_units)(const ForwardParams<T>&);
-  int64_t (*forward_scratch_bytes)(const ForwardParams<T>&);
+  int64_t (*forward_tiles_in_turn)(const ForwardParams<T>&, int64_t threads);
+  int64_t (*forward_units)(const ForwardParams<T>&, int64_t in_turn);
+  int64_t (*forward_scratch_bytes)(const ForwardParams<T>&, int64_t in_turn);
   int64_t (*forward_partial_size)(const ForwardParams<T>&);
   int64_t (*forward_prepared_bytes)(const ForwardParams<T>&);
   /// Whether the kernel for a problem of these sizes reads key and value in 16 bits.
   bool (*forward_reads_16_bits)(const Problem<T>&);
   void (*prepare_forward)(const ForwardParams<T>&, int64_t head);
-  void (*forward)(const ForwardParams<T>&, int64_t unit, void* scratch);
+  void (*forward)(const ForwardParams<T>&, int64_t in_turn, int64_t unit, void* scratch);
   void (*merge_forward)(const ForwardParams<T>&, int64_t head);
 };
 
