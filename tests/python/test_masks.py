@@ -325,8 +325,10 @@ def test_many_batch_dimensions_and_directions_that_lie_otherwise(dtype):
         x = torch.randn_like(like).permute(*reversed(range(9)), 9, 10, 11)
         return x.detach().requires_grad_()
 
+    def attend(x, bias):
+        return qkv.attention(x, x, x, attn_mask=bias)
+
     def derivatives(grad, *along):
-        attend = lambda x, bias: qkv.attention(x, x, x, attn_mask=bias)  # noqa: E731
         _, tangent = torch.func.jvp(attend, (query, bias), along)
         out = attend(query, bias)
         first = torch.autograd.grad(out, (query, bias), grad, create_graph=True)

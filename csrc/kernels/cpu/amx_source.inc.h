@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/cpu/amx_tiles.h"
+#include "kernels/cpu/amx_blocks.inc.h"
 #include "kernels/cpu/bfloat16_tile.inc.h"
 
 // The products of a forward tile in bfloat16 by AMX, which has the same form as the rest of the
@@ -58,36 +58,17 @@ struct PackedKeys {
   }
 
   void pack_values(const Problem<float>& p, const BFloat16* from, int64_t count) const {
+    const auto row = [&](int64_t k) { return k < count ? from + k * p.value.row_stride : nullptr; };
     for (int64_t b = 0; b < blocks(count); ++b) {
-      const int64_t left = count - b * kTileDepth;
-      bool all_finite = true;
-      for (int64_t d = 0; d < out_rows(p); d += kTileRows) {
-        all_finite &= pack_tile_of_values(p, from + b * kTileDepth * p.value.row_stride, left, d,
-                                          values_t + (b * rows_of_block(p) + d) * kTileDepth);
+      const BFloat16* first[kTileRows];
+      const BFloat16* second[kTileRows];
+      for (int l = 0; l < kTileRows; ++l) {
+        first[l] = row(b * kTileDepth + 2 * l);
+        second[l] = row(b * kTileDepth + 2 * l + 1);
       }
-      poisoned[b] = !all_finite;
+      poisoned[b] =
+          !pack_columns(first, second, p.value_dim, values_t + b * rows_of_block(p) * kTileDepth);
     }
-  }
-
- private:
-  /// Columns d .. d + 16 of at most 32 keys. False if something is not finite.
-  static bool pack_tile_of_values(const Problem<float>& p, const BFloat16* from, int64_t count,
-                                  int64_t d, BFloat16* to) {
-    const int64_t row = p.value.row_stride, columns = p.value_dim - d;
-    const auto exponent = _mm512_set1_epi16(0x7f80);
-    __mmask32 non_finite = 0;
-    __m512 square[kTileRows];
-    for (int64_t pair = 0; pair < kTileRows; ++pair) {
-      const BFloat16* first = from + 2 * pair * row + d;
-      const auto x = interleaved(2 * pair < count ? first : nullptr,
-                                 2 * pair + 1 < count ? first + row : nullptr, columns);
-      const auto lost = _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
-      non_finite |= lost;
-      square[pair] = _mm512_castsi512_ps(_mm512_maskz_mov_epi16(~lost, x));
-    }
-    transpose<float>(square);
-    for (int c = 0; c < kTileRows; ++c) _mm512_storeu_ps(to + c * kTileDepth, square[c]);
-    return non_finite == 0;
   }
 };
 
@@ -117,7 +98,7 @@ class AmxSource {
   }
 
   static int64_t own_bytes(const Problem<float>& p) {
-    return query_pairs<kRows>(p) * int64_t{sizeof(BFloat16Pair)};
+    return column_pairs(p.head_dim, kRows) * int64_t{sizeof(BFloat16Pair)};
   }
   static int64_t block_bytes(const Problem<float>& p) {
     const int64_t numbers = (kWeightKeys / 2 + 2 * kTileRows) * kRows;
@@ -134,7 +115,7 @@ class AmxSource {
     is_prepared_ = prepared_bytes(p_) > 0;
     packed_ = is_prepared_ ? PackedKeys::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
                            : PackedKeys::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
-    pack_query_pairs(p_, tile, query_t_);
+    pack_columns_in_pairs(tile, p_.query, p_.head_dim, query_t_);
   }
 
   template <int kVectors, class Finish>

@@ -60,9 +60,7 @@ QKV_INLINE void multiply_add_tiles() {
 /// C[16][16 · columns] = A[16][32 · steps] · B[16 · steps][16 · columns], or += if it adds: up to
 /// four tiles of C side by side, for which A is loaded once.
 ///
-/// Two by two tiles of C would load a fifth less, and are no faster (Emerald Rapids), or slower
-/// while another machine uses the same core: then loads and products take turns, 11 and 15 ns, and
-/// the fewer registers, the better.
+/// Two by two tiles of C would load a fifth less, and are not faster (Emerald Rapids).
 template <int kColumns, bool kAdds>
 struct TileProduct {
   struct Left {

@@ -40,9 +40,9 @@ inline KeyRange keys_of_forward_split(const Problem<T>& problem, int64_t split) 
   return {blocks * split / splits * kForwardBlockKeys, end < problem.keys ? end : problem.keys};
 }
 
-constexpr int64_t kTilesInTurn = 4;  // at most
-constexpr int64_t kBytesOfTurn = int64_t{1}
-                                 << 18;  // of K and V; a head of four times that is large
+constexpr int64_t kMaxTilesInTurn = 4;
+constexpr int64_t kBytesOfTurn = 256 * 1024;  // of K and V
+constexpr int64_t kBytesOfLargeHead = 4 * kBytesOfTurn;
 
 inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -52,10 +52,10 @@ inline int64_t bytes_of_key(const Problem<T>& p) {
   return (p.head_dim + p.value_dim) * number;
 }
 
-/// Whole blocks.
+/// Whole blocks, of a large head.
 template <class T>
 inline int64_t keys_of_turn(const Problem<T>& p) {
-  const int64_t keys = kBytesOfTurn / (bytes_of_key(p) + 1);
+  const int64_t keys = kBytesOfTurn / (bytes_of_key(p) + 1);  // which may be 0
   return (keys + kForwardBlockKeys - 1) / kForwardBlockKeys * kForwardBlockKeys;
 }
 
@@ -65,10 +65,10 @@ template <class Source, class T>
 inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t threads) {
   constexpr int64_t kUnitsOfThread = 8;
   const Problem<T>& p = params.problem;
-  if (p.keys * bytes_of_key(p) < 4 * kBytesOfTurn || forward_splits<Source>(p) > 1) return 1;
+  if (p.keys * bytes_of_key(p) < kBytesOfLargeHead || forward_splits<Source>(p) > 1) return 1;
   const int64_t tiles = p.batch * p.kv_heads * forward_tiles_per_head<Source>(p);
   const int64_t most = tiles / (threads * kUnitsOfThread);
-  return most < 1 ? 1 : most > kTilesInTurn ? kTilesInTurn : most;
+  return most < 1 ? 1 : most > kMaxTilesInTurn ? kMaxTilesInTurn : most;
 }
 
 /// One unit of work is one range of keys for one tile, or all keys for tiles that take turns.
@@ -95,13 +95,13 @@ struct TileInTurn {
   RowTile<Source::kRows> rows;
   ForwardTile<Source> tile;
 
-  TileInTurn(const ForwardParams<T>& params, int64_t batch, int64_t kv_head, int64_t t, void* block)
+  TileInTurn(const ForwardParams<T>& params, int64_t batch, int64_t kv_head, int64_t t,
+             KeyRange keys, void* block)
       : rows(rows_of(params.problem, batch, kv_head, t)),
-        tile(params, rows, reinterpret_cast<char*>(this) + kBytes, block) {}
+        tile(params, rows, keys, reinterpret_cast<char*>(this) + kBytes, block) {}
 
   static void* operator new(decltype(sizeof(0)), char* where) { return where; }
   static void operator delete(void*, char*) {}
-  static void operator delete(void*) {}
 
   static int64_t bytes(const Problem<T>& p) {
     return kBytes + whole_lines(ForwardTile<Source>::own_bytes(p));
@@ -171,13 +171,12 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
     }
   }
   using Tile = TileInTurn<Source>;
-  Tile* tile[kTilesInTurn];
+  Tile* tile[kMaxTilesInTurn];
   char* memory = static_cast<char*>(scratch) + whole_lines(ForwardTile<Source>::block_bytes(p));
   const int64_t first = turn * in_turn;
   const int64_t count = tiles - first < in_turn ? tiles - first : in_turn;
   for (int64_t i = 0; i < count; ++i, memory += Tile::bytes(p)) {
-    tile[i] = new (memory) Tile(params, batch, kv_head, first + i, scratch);
-    tile[i]->tile.start(keys);
+    tile[i] = new (memory) Tile(params, batch, kv_head, first + i, keys, scratch);
   }
   const int64_t step = count == 1 ? p.keys : keys_of_turn(p);
   for (int64_t end = keys.begin; end < keys.end;) {

@@ -59,6 +59,11 @@ QKV_INLINE __mmask16 first_lanes(int64_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffff : (1 << count) - 1);
 }
 
+/// The same of 32 numbers in 16 bits.
+QKV_INLINE __mmask32 first_lanes_of_32(int64_t count) {
+  return count >= 32 ? ~__mmask32(0) : (__mmask32(1) << count) - 1;
+}
+
 /// Lane l: (first[l], second[l]), zeros from `count` on and where there is nullptr.
 QKV_INLINE __m512i interleaved(const BFloat16* first, const BFloat16* second, int64_t count) {
   const auto wide = [count](const BFloat16* x) __attribute__((always_inline)) {

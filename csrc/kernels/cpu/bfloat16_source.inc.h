@@ -3,6 +3,7 @@
 #include "kernels/cpu/bfloat16_tile.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/weights_in_place.inc.h"
 
 // The products of a forward tile in bfloat16, two terms at a time, summed in float32:
 //
@@ -16,12 +17,15 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-class BFloat16Source {
+constexpr int kBFloat16Vectors = 3;  // of rows in a tile
+
+class BFloat16Source
+    : public WeightsInPlace<BFloat16Source, float, kBFloat16Vectors * Simd<float>::kWidth> {
  public:
   using Real = float;
   using S = Simd<float>;
   using Pairs = Simd<BFloat16Pair>;
-  static constexpr int kVectors = 3;  // of rows in a tile
+  static constexpr int kVectors = kBFloat16Vectors;
   static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kTakesFewRows = false;
@@ -42,7 +46,7 @@ class BFloat16Source {
   }
 
   static int64_t own_bytes(const Problem<float>& p) {
-    return query_pairs<kRows>(p) * static_cast<int64_t>(sizeof(BFloat16Pair));
+    return column_pairs(p.head_dim, kRows) * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
   static int64_t block_bytes(const Problem<float>& p) {
     const int64_t pairs = kForwardBlockKeys / 2 * (kRows + p.value_dim);
@@ -60,7 +64,7 @@ class BFloat16Source {
     if (prepared_bytes(p_) > 0) {
       prepared_ = static_cast<BFloat16Pair*>(prepared_of_head<BFloat16Source>(params, tile));
     }
-    pack_query_pairs(p_, tile, query_t_);
+    pack_columns_in_pairs(tile, p_.query, p_.head_dim, query_t_);
   }
 
   template <int kVectors, class Finish>
@@ -72,28 +76,6 @@ class BFloat16Source {
         [](int64_t, int) __attribute__((always_inline)) { return S::zero(); },
         [&](int64_t k, int v, S::Number x)
             __attribute__((always_inline)) { finish(k, v, x * scale); });
-  }
-
-  /// to[k][row] = weight(k, v, the score).
-  template <int kVectors, class Weight>
-  QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float* to,
-                          Weight weight) const {
-    scores<kVectors>(
-        first_key, keys,
-        first_row, [&](int64_t k, int v, S::Number x) __attribute__((always_inline)) {
-          S::store(to + k * kRows + v * S::kWidth, weight(k, v, x));
-        });
-  }
-
-  /// The same of scores that are there already.
-  template <int kVectors, class Weight>
-  QKV_INLINE void weights_of_scores(int64_t, int keys, int, float* scores, Weight weight) const {
-    for (int k = 0; k < keys; ++k) {
-      for (int v = 0; v < kVectors; ++v) {
-        float* x = scores + k * kRows + v * S::kWidth;
-        S::store(x, weight(k, v, S::load(x)));
-      }
-    }
   }
 
   /// bits is nullptr if all pairs are kept. out_t has the sum of the weights after its Dv rows.
@@ -146,11 +128,16 @@ class BFloat16Source {
     const auto ones = Pairs::set({one, one});
     Pairs::Number total[kVectors];
     for (int v = 0; v < kVectors; ++v) total[v] = S::load(sum + v * S::kWidth);
-    round_weights<kVectors, kRows>(
-        keys, weights,
-        weights_ + first_row, [&](int v, Pairs::Factor pair) __attribute__((always_inline)) {
-          total[v] = Pairs::fma(pair, ones, total[v]);
-        });
+    for (int k = 0; k < keys; k += 2) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const float* from = weights + k * kRows + v * S::kWidth;
+        const auto second = k + 1 < keys ? S::load(from + kRows) : S::zero();
+        const auto pair = Pairs::round(S::load(from), second);
+        total[v] = Pairs::fma(pair, ones, total[v]);
+        Pairs::store(weights_ + first_row + k / 2 * kRows + v * S::kWidth, pair);
+      }
+    }
     for (int v = 0; v < kVectors; ++v) S::store(sum + v * S::kWidth, total[v]);
   }
 

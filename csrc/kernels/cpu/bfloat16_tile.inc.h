@@ -31,49 +31,29 @@ QKV_INLINE const BFloat16Pair* in_pairs(const BFloat16* x) {
   return reinterpret_cast<const BFloat16Pair*>(x);
 }
 
-/// The size of query_t: zeros fill it up to a multiple of 32 columns of Q.
-template <int kRows>
-inline int64_t query_pairs(const Problem<float>& p) {
-  return (p.head_dim + 31) / 32 * 16 * kRows;
-}
+/// The size of what is below: zeros fill it up to a multiple of 32 columns.
+inline int64_t column_pairs(int64_t width, int64_t rows) { return (width + 31) / 32 * 16 * rows; }
 
+/// to[d / 2][row] = (x[row][d], x[row][d + 1])
 template <int kRows>
-inline void pack_query_pairs(const Problem<float>& p, const RowTile<kRows>& tile,
-                             BFloat16Pair* query_t) {
+inline void pack_columns_in_pairs(const RowTile<kRows>& tile, const Operand<const float>& x,
+                                  int64_t width, BFloat16Pair* to) {
   constexpr int kWidth = Simd<float>::kWidth;
-  const int64_t pairs = p.head_dim / 2;
   for (int r = 0; r < kRows; r += kWidth) {
-    const BFloat16Pair* from[kWidth];
+    const BFloat16* from[kWidth];
     for (int l = 0; l < kWidth; ++l) {
-      const bool has_row = r + l < tile.rows;
-      from[l] = has_row ? in_pairs(tile.template stored_row<BFloat16>(p.query, r + l)) : nullptr;
+      from[l] = r + l < tile.rows ? tile.template stored_row<BFloat16>(x, r + l) : nullptr;
     }
-    for (int64_t d = 0; d < pairs; d += kWidth) {
-      const __mmask16 columns = first_lanes(pairs - d);
+    for (int64_t d = 0; d < width; d += 2 * kWidth) {
+      const __mmask32 columns = first_lanes_of_32(width - d);
       __m512 square[kWidth];  // pairs move as float32 numbers do
       for (int l = 0; l < kWidth; ++l) {
-        square[l] =
-            from[l] != nullptr ? _mm512_maskz_loadu_ps(columns, from[l] + d) : _mm512_setzero_ps();
+        square[l] = from[l] != nullptr
+                        ? _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(columns, from[l] + d))
+                        : _mm512_setzero_ps();
       }
       transpose<float>(square);
-      for (int c = 0; c < kWidth; ++c) _mm512_storeu_ps(query_t + (d + c) * kRows + r, square[c]);
-    }
-  }
-}
-
-/// Each vector of pairs is also shown to `use(v, pair)`.
-template <int kVectors, int kRows, class Use>
-QKV_INLINE void round_weights(int keys, const float* weights, BFloat16Pair* to, Use use) {
-  using S = Simd<float>;
-  using Pairs = Simd<BFloat16Pair>;
-  for (int k = 0; k < keys; k += 2) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      const float* from = weights + k * kRows + v * S::kWidth;
-      const auto second = k + 1 < keys ? S::load(from + kRows) : S::zero();
-      const auto pair = Pairs::round(S::load(from), second);
-      use(v, pair);
-      Pairs::store(to + k / 2 * kRows + v * S::kWidth, pair);
+      for (int c = 0; c < kWidth; ++c) _mm512_storeu_ps(to + (d / 2 + c) * kRows + r, square[c]);
     }
   }
 }

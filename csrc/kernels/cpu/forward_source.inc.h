@@ -4,6 +4,7 @@
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/weights_in_place.inc.h"
 
 // The products of a forward tile in the numbers that the query is stored in. K and V are read where
 // they lie, or, if they are stored in 16 bits, converted block by block:
@@ -12,11 +13,14 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+constexpr int kForwardVectors = 3;  // of rows in a tile
+
 template <class T>
-class ForwardSource {
+class ForwardSource
+    : public WeightsInPlace<ForwardSource<T>, T, kForwardVectors * Simd<T>::kWidth> {
  public:
   using Real = T;
-  static constexpr int kVectors = 3;  // of rows in a tile
+  static constexpr int kVectors = kForwardVectors;
   static constexpr int kRows = kVectors * Simd<T>::kWidth;
   static constexpr bool kRoundsWeights = false;
   static constexpr bool kTakesFewRows = true;
@@ -53,27 +57,6 @@ class ForwardSource {
     const Rows<T> k = rows_of(p_.key, first_key, keys, p_.head_dim);
     multiply<T, kVectors>(keys, p_.head_dim, k.first, k.stride, UnitStride{}, query_t_ + first_row,
                           kRows, finish);
-  }
-
-  /// to[k][row] = weight(k, v, the score).
-  template <int kVectors, class Weight>
-  QKV_INLINE void weights(int64_t first_key, int keys, int first_row, T* to, Weight weight) const {
-    scores<kVectors>(
-        first_key, keys, first_row,
-        [&](int64_t k, int v, typename Simd<T>::Number x) __attribute__((always_inline)) {
-          Simd<T>::store(to + k * kRows + v * Simd<T>::kWidth, weight(k, v, x));
-        });
-  }
-
-  /// The same of scores that are there already.
-  template <int kVectors, class Weight>
-  QKV_INLINE void weights_of_scores(int64_t, int keys, int, T* scores, Weight weight) const {
-    for (int k = 0; k < keys; ++k) {
-      for (int v = 0; v < kVectors; ++v) {
-        T* x = scores + k * kRows + v * Simd<T>::kWidth;
-        Simd<T>::store(x, weight(k, v, Simd<T>::load(x)));
-      }
-    }
   }
 
   /// bits is nullptr if all pairs are kept.

@@ -63,7 +63,9 @@ class ForwardTile {
   }
   static constexpr int64_t kBitBytes = 2 * kForwardBlockKeys / 8 * kRows;
 
-  ForwardTile(const ForwardParams<T>& params, const Tile& tile, void* own, void* block)
+  /// Of the keys of `split`, those that some row sees.
+  ForwardTile(const ForwardParams<T>& params, const Tile& tile, KeyRange split, void* own,
+              void* block)
       : params_(params),
         p_(params.problem),
         tile_(tile),
@@ -72,7 +74,11 @@ class ForwardTile {
         mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * kForwardBlockKeys * kRows),
               scores_ + kForwardBlockKeys * kRows},
         stays_(mask_.bits + kForwardBlockKeys / 8 * kRows),
-        source_(params, tile, out_t_ + Source::out_rows(p_) * kRows, mask_.bits + kBitBytes) {
+        source_(params, tile, out_t_ + Source::out_rows(p_) * kRows, mask_.bits + kBitBytes),
+        any_(keys_of_any(p_.band, tile.first_query(), tile.last_query(), p_.keys)
+                 .intersection(split)),
+        all_(keys_of_all(p_.band, tile.first_query(), tile.last_query(), p_.keys)),
+        next_key_(first_of_eight(any_.begin)) {
     alibi_.load(p_, tile);
     drops_ = p_.dropout.threshold != 0;
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
@@ -80,24 +86,18 @@ class ForwardTile {
     for (auto& s : softmax_) s.clear();
   }
 
-  /// The keys that are to be taken in: those of `split` that some row sees.
-  void start(KeyRange split) {
-    const int64_t first = tile_.first_query(), last = tile_.last_query();
-    any_ = keys_of_any(p_.band, first, last, p_.keys).intersection(split);
-    all_ = keys_of_all(p_.band, first, last, p_.keys);
-    next_key_ = first_of_eight(any_.begin);
-  }
-
   /// Takes in the next blocks of keys, up to the first that begins at `end_of_keys` or after it.
   void run_until(int64_t end_of_keys) {
-    for (int64_t n = next_key_, end; n < any_.end && n < end_of_keys; next_key_ = n = end) {
+    while (next_key_ < any_.end && next_key_ < end_of_keys) {
+      const int64_t n = next_key_;
       // Blocks end where all rows begin to see the keys, and where they cease to.
-      end = n + kForwardBlockKeys < any_.end ? n + kForwardBlockKeys : any_.end;
+      int64_t end = n + kForwardBlockKeys < any_.end ? n + kForwardBlockKeys : any_.end;
       const int64_t begin_of_all = first_of_eight(all_.begin + 7);
       const int64_t end_of_all = first_of_eight(all_.end);
       if (n < begin_of_all && begin_of_all < end) end = begin_of_all;
       if (n < end_of_all && end_of_all < end) end = end_of_all;
       add_block(n, static_cast<int>(end - n));
+      next_key_ = end;
     }
   }
 
