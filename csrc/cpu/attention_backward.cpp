@@ -38,9 +38,9 @@ struct Results {
 };
 
 template <class T>
-void run(const kernels::BackwardKernels<T>& of_splits, bool add_to_mask, const Operands& x,
-         const Tensor& grad_out, const OptionalTensor& grad_lse, const Results& results,
-         const Gradients& grads, const Needs& needs) {
+void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const Tensor& grad_out,
+         const OptionalTensor& grad_lse, const Results& results, const Gradients& grads,
+         const Needs& needs) {
   kernels::BackwardParams<T> backward{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(backward.problem, x, batch);
@@ -61,12 +61,14 @@ void run(const kernels::BackwardKernels<T>& of_splits, bool add_to_mask, const O
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
 
   const auto& kernels = kernels_for<T>();
+  const bool owns_mask = of_splits.mask_gradient != nullptr;
+  const kernels::BackwardKernels<T>& of_mask = owns_mask ? of_splits : kernels;
   run_gradients<T, kernels::BackwardParams<T>>(
       backward, backward, needs,
       {of_splits.backward_row_tiles, of_splits.backward_scratch_bytes,
        of_splits.partial_grad_query_size, of_splits.backward, of_splits.sum_grad_query,
-       add_to_mask},
-      {kernels.mask_gradient_units, kernels.mask_gradient_scratch_bytes, kernels.mask_gradient});
+       /*add_to_mask=*/owns_mask},
+      {kernels.mask_gradient_units, of_mask.mask_gradient_scratch_bytes, of_mask.mask_gradient});
   if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
 }
 
@@ -104,13 +106,12 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   Gradients grads = results;
   if (needs[3]) grads[3] = writable(results[3], real).zero_();
   if (real == at::kDouble) {
-    run<double>(kernels_for<double>(), true, x, incoming, dense_grad_lse, of_forward, grads, needs);
+    run<double>(kernels_for<double>(), x, incoming, dense_grad_lse, of_forward, grads, needs);
   } else {
     const auto* in_bfloat16 = bfloat16_kernels_for(operands);
     const kernels::BackwardKernels<float>* of_splits = in_bfloat16;
     if (in_bfloat16 == nullptr) of_splits = &kernels_for<float>();
-    run<float>(*of_splits, in_bfloat16 == nullptr, x, incoming, dense_grad_lse, of_forward, grads,
-               needs);
+    run<float>(*of_splits, x, incoming, dense_grad_lse, of_forward, grads, needs);
   }
   put(grads, results);
   return std::tuple_cat(results);

@@ -80,6 +80,8 @@ void run(const Tensors& t) {
   jvp.lse_t = static_cast<T*>(t.lse_t.data_ptr());
   const auto& kernels = kernels_for<T>();
   const kernels::TangentKernels<T>& tangents = tangent_kernels_for(backward.problem);
+  const bool owns_mask = tangents.mask_gradient_t != nullptr;
+  const kernels::TangentKernels<T>& of_mask = owns_mask ? tangents : kernels;
   run_jvp(tangents, jvp);
 
   backward.splits = number_of_splits(backward.problem.keys);
@@ -91,9 +93,9 @@ void run(const Tensors& t) {
         backward, second, t.needs,
         {kernels.backward_row_tiles, tangents.backward_backward_scratch_bytes,
          tangents.partial_grad_query_t_size, tangents.backward_backward, tangents.sum_grad_query_t,
-         /*add_to_mask=*/&tangents == &kernels},
-        {kernels.mask_gradient_units, kernels.mask_gradient_t_scratch_bytes,
-         kernels.mask_gradient_t});
+         /*add_to_mask=*/owns_mask},
+        {kernels.mask_gradient_units, of_mask.mask_gradient_t_scratch_bytes,
+         of_mask.mask_gradient_t});
   }
   if ((t.needs[4] && backward.problem.keys > 0) || t.needs[5]) run_heads(second, t);
 }

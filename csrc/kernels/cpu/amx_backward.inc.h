@@ -575,7 +575,7 @@ inline void amx_sum_grad_query(const BackwardParams<float>& params, int64_t firs
 
 constexpr BFloat16BackwardKernels make_amx_backward_kernels() {
   return {{amx_backward_row_tiles, amx_backward_scratch_bytes, amx_partial_grad_query_size,
-           amx_backward, amx_sum_grad_query},
+           amx_backward, amx_sum_grad_query, nullptr, nullptr},
           amx_backward_takes};
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/isa.h"
 #include "kernels/cpu/mask_gradient.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 
@@ -53,13 +54,13 @@ inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
   return params.splits * backward_row_tiles(p) * p.head_dim * backward_vectors(p) * Simd<T>::kWidth;
 }
 
-template <class T>
+template <class Scores, class T>
 inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   const Problem<T>& p = params.problem;
   const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
   const int64_t longest_split =
       (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
-  using Tile = BackwardTile<T, kBackwardVectors>;
+  using Tile = BackwardTile<Scores, kBackwardVectors>;
   const int64_t numbers =
       Tile::scratch_numbers(p) + (p.head_dim + widths) * Tile::kRows + widths * longest_split;
   return numbers * static_cast<int64_t>(sizeof(T));
@@ -100,10 +101,10 @@ QKV_ONE_COPY void write_rows(const T* from, int64_t from_row, int64_t rows, int6
   }
 }
 
-template <class T, int kVectors>
+template <class Scores, int kVectors, class T>
 inline void backward_split(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                            void* scratch) {
-  using Work = BackwardTile<T, kVectors>;
+  using Work = BackwardTile<Scores, kVectors>;
   constexpr int kRows = Work::kRows;
   const Problem<T>& p = params.problem;
   const int64_t head = first_head + unit / params.splits;
@@ -294,11 +295,11 @@ inline void with_backward_vectors(const Problem<T>& problem, F f) {
 
 /// One split of one key/value head. Units count the splits of first_head, then of the next head;
 /// partial_grad_query begins with first_head.
-template <class T>
+template <class Scores, class T>
 inline void attention_backward(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                                void* scratch) {
   with_backward_vectors(params.problem, [&](auto vectors) {
-    backward_split<T, vectors()>(params, first_head, unit, scratch);
+    backward_split<Scores, vectors()>(params, first_head, unit, scratch);
   });
 }
 
@@ -311,6 +312,15 @@ inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, 
     const int64_t size = params.problem.head_dim * vectors() * Simd<T>::kWidth;
     sum_splits<T, vectors()>(params, first_head, unit, size, scratch);
   });
+}
+
+/// Scores says how S and dP are multiplied (score_products.inc.h).
+template <class Scores, class T = typename Scores::Number>
+constexpr BackwardKernels<T> make_backward_kernels() {
+  return {backward_row_tiles<T>,      backward_scratch_bytes<Scores, T>,
+          partial_grad_query_size<T>, attention_backward<Scores, T>,
+          sum_grad_query<T>,          mask_gradient_scratch_bytes<Scores, T>,
+          mask_gradient<Scores, T>};
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -281,16 +281,16 @@ inline void sum_grad_query_t(const BackwardBackwardParams<T>& params, int64_t fi
       scratch);
 }
 
-template <class T>
+template <class Products, class T>
 inline int64_t mask_gradient_t_scratch_bytes(const BackwardBackwardParams<T>& params) {
-  using Work = BackwardTangentTile<VectorProducts<T>>;
+  using Work = BackwardTangentTile<Products>;
   return Work::scratch_numbers(params, /*keys=*/{0, 0}) * static_cast<int64_t>(sizeof(T));
 }
 
 /// dmask' = dS', summed as dmask is.
-template <class T>
+template <class Products, class T>
 inline void mask_gradient_t(const BackwardBackwardParams<T>& params, int64_t unit, void* scratch) {
-  BackwardTangentTile<VectorProducts<T>> work(params, /*keys=*/{0, 0}, static_cast<T*>(scratch));
+  BackwardTangentTile<Products> work(params, /*keys=*/{0, 0}, static_cast<T*>(scratch));
   sum_over_mask(work.p, params.backward.grad_mask, unit, work, work.ds_t_tile);
 }
 
@@ -332,7 +332,9 @@ constexpr TangentKernels<T> make_tangent_kernels() {
           backward_backward_scratch_bytes<Products, T>,
           partial_grad_query_t_size<Products, T>,
           attention_backward_backward<Products, T>,
-          sum_grad_query_t<Products, T>};
+          sum_grad_query_t<Products, T>,
+          Products::kOwnsMaskGradient ? mask_gradient_t_scratch_bytes<Products, T> : nullptr,
+          Products::kOwnsMaskGradient ? mask_gradient_t<Products, T> : nullptr};
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -1,8 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/backward_rows.inc.h"
-#include "kernels/cpu/block_rows.inc.h"
-#include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/score_products.inc.h"
 
 // P and dS of one tile of rows and one block of keys, recomputed from lse: the common part of the
 // backward kernel and of the mask's gradient. S and dP are multiplied here, the rest is
@@ -26,8 +25,10 @@ constexpr int64_t round_up_to_vector(int64_t x) {
 }
 
 /// What one tile of rows and one block of keys need, in both backward kernels.
-template <class T, int kVectors>
-struct BackwardTile : BackwardRows<T, kVectors> {
+template <class Scores, int kVectors>
+struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
+  using T = typename Scores::Number;
+  using Factor = typename Scores::Factor;
   using Base = BackwardRows<T, kVectors>;
   using Base::alibi, Base::kRows, Base::mask, Base::p, Base::params, Base::stays, Base::tile;
   using S = Simd<T>;
@@ -38,45 +39,53 @@ struct BackwardTile : BackwardRows<T, kVectors> {
   static constexpr int kPieces = kVectors / kPieceVectors;
   static constexpr int kPiece = kPieceVectors * S::kWidth;
 
-  T* query_t;     // [D][rows]
-  T* grad_out_t;  // [Dv][rows]
-  T* p_tile;      // [keys][rows], R ∘ P
-  T* ds_tile;     // [keys][rows]
-  T* cap_tile;    // [keys][rows], the derivative of the softcap
-  T* key_rows;    // [keys][D], converted or spread
-  T* value_rows;  // [keys][Dv], likewise
-  Rows<T> key;    // of the block, after load_block
+  Factor* query_t;      // [D][rows]
+  Factor* grad_out_t;   // [Dv][rows]
+  T* p_tile;            // [keys][rows], R ∘ P
+  T* ds_tile;           // [keys][rows]
+  T* cap_tile;          // [keys][rows], the derivative of the softcap
+  T* key_rows;          // [keys][D], converted or spread
+  Factor* key_lines;    // [keys][D], copied: key_rows, if factors are numbers
+  Factor* value_lines;  // [keys][Dv], copied
+  Rows<T> key;          // of the block, after load_block, if dQ is asked for
   T* end_of_scratch;
   bool whole;              // nothing is left out: all of P and dS is written
   KeyRange keys[kPieces];  // of the block, that the pieces have taken
 
   static int64_t scratch_numbers(const Problem<T>& p) {
     const int64_t tiles = p.softcap != T(0) ? 4 : 3;
-    return (p.head_dim + p.value_dim + tiles * kBackwardBlockKeys + kBackwardBlockKeys / 8) *
-               kRows +
-           kBackwardBlockKeys * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
+    const int64_t lines = Scores::kInNumbers ? 1 : 2;  // of K
+    return Scores::column_factors(p.head_dim, kRows) + Scores::column_factors(p.value_dim, kRows) +
+           (tiles * kBackwardBlockKeys + kBackwardBlockKeys / 8) * kRows +
+           kBackwardBlockKeys * (lines * spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
   }
 
   BackwardTile(const BackwardParams<T>& backward, T* scratch, bool whole_tile = true)
       : Base(backward), whole(whole_tile) {
-    query_t = scratch;
-    grad_out_t = query_t + p.head_dim * kRows;
-    p_tile = grad_out_t + p.value_dim * kRows;
+    static_assert(sizeof(Factor) == sizeof(T));
+    query_t = reinterpret_cast<Factor*>(scratch);
+    grad_out_t = query_t + Scores::column_factors(p.head_dim, kRows);
+    p_tile = scratch + Scores::column_factors(p.head_dim, kRows) +
+             Scores::column_factors(p.value_dim, kRows);
     ds_tile = p_tile + kBackwardBlockKeys * kRows;
     mask.bias = ds_tile + kBackwardBlockKeys * kRows;
     cap_tile = mask.bias + kBackwardBlockKeys * kRows;
     key_rows = p.softcap != T(0) ? cap_tile + kBackwardBlockKeys * kRows : cap_tile;
-    value_rows = key_rows + kBackwardBlockKeys * spread_row<T>(p.head_dim);
-    T* end_of_tiles = value_rows + kBackwardBlockKeys * spread_row<T>(p.value_dim);
-    mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
+    T* lines = key_rows;
+    if (!Scores::kInNumbers) lines += kBackwardBlockKeys * spread_row<T>(p.head_dim);
+    key_lines = reinterpret_cast<Factor*>(lines);
+    lines += kBackwardBlockKeys * spread_row<T>(p.head_dim);
+    value_lines = reinterpret_cast<Factor*>(lines);
+    lines += kBackwardBlockKeys * spread_row<T>(p.value_dim);
+    mask.bits = reinterpret_cast<uint8_t*>(lines);
     stays = mask.bits + kBackwardBlockKeys / 8 * kRows;
     end_of_scratch = scratch + scratch_numbers(p);
   }
 
   QKV_ONE_COPY void load_rows() {
     const Storage storage = p.key_value_storage;
-    tile.pack_transposed(p.query, p.head_dim, p.scale, query_t, storage);
-    tile.pack_transposed(params.grad_out, p.value_dim, T(1), grad_out_t, storage);
+    Scores::pack_columns(tile, p.query, p.head_dim, p.scale, storage, query_t);
+    Scores::pack_columns(tile, params.grad_out, p.value_dim, T(1), storage, grad_out_t);
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);
       Base::load_numbers([&](int r) {
@@ -92,17 +101,23 @@ struct BackwardTile : BackwardRows<T, kVectors> {
     const TileState state = Base::load_pairs(first_key, count);
     if (state == TileState::kEmpty) return state;
     const bool partial = state == TileState::kPartial;
-    const auto rows_of = [&](const Operand<const T>& x, int64_t width, T* to) {
-      return rows_of_block(tile, x, p.key_value_storage, first_key, count, width, to);
+    const auto lines_of = [&](const Operand<const T>& x, int64_t width, Factor* to) {
+      return Scores::lines(tile, x, p.key_value_storage, first_key, count, width, to);
     };
-    key = rows_of(p.key, p.head_dim, key_rows);
-    const Rows<T> value = rows_of(p.value, p.value_dim, value_rows);
+    const Rows<Factor> of_key = lines_of(p.key, p.head_dim, key_lines);
+    const Rows<Factor> of_value = lines_of(p.value, p.value_dim, value_lines);
+    if constexpr (Scores::kInNumbers) {
+      key = of_key;
+    } else if (params.grad_query.data != nullptr) {
+      key = rows_of_block(tile, p.key, p.key_value_storage, first_key, count, p.head_dim, key_rows);
+    }
     for (int piece = 0; piece < kPieces; ++piece) {
       const int first_row = piece * kPiece;
-      keys[piece] = keys_of_piece(first_row, first_key, count, partial);
+      keys[piece] = whole ? KeyRange{0, count}
+                          : keys_of_piece<kPiece>(p, tile, first_row, first_key, count, partial);
       if (keys[piece].empty()) continue;
       with_vectors(first_row, [&](auto vectors) {
-        load_piece<vectors()>(first_row, first_key, value, keys[piece], partial);
+        load_piece<vectors()>(first_row, first_key, of_key, of_value, keys[piece], partial);
       });
     }
     return state;
@@ -131,38 +146,33 @@ struct BackwardTile : BackwardRows<T, kVectors> {
   }
 
  private:
-  /// Those of the block that rows of a piece need: what they see by the band, cut at multiples
-  /// of 8.
-  KeyRange keys_of_piece(int first_row, int64_t first_key, int count, bool partial) const {
-    if (whole) return {0, count};
-    if (first_row >= tile.rows) return {0, 0};
-    if (!partial) return {0, count};
-    const int last_row = first_row + kPiece <= tile.rows ? first_row + kPiece - 1 : tile.rows - 1;
-    const KeyRange seen = keys_of_any(p.band, tile.query[first_row], tile.query[last_row], p.keys);
-    const int64_t begin = seen.begin > first_key ? (seen.begin - first_key) / 8 * 8 : 0;
-    const int64_t end = (seen.end - first_key + 7) / 8 * 8;
-    return {begin, end < count ? end : count};
-  }
-
   template <int kCount>
-  void load_piece(int first_row, int64_t first_key, Rows<T> value, KeyRange range, bool partial) {
+  void load_piece(int first_row, int64_t first_key, Rows<Factor> of_key, Rows<Factor> of_value,
+                  KeyRange range, bool partial) {
     const int count = static_cast<int>(range.end - range.begin);
     const int64_t first = range.begin * kRows + first_row;
-    product<kCount>(count, p.head_dim, key.first + range.begin * key.stride, key.stride,
-                    query_t + first_row, p_tile + first);
-    product<kCount>(count, p.value_dim, value.first + range.begin * value.stride, value.stride,
-                    grad_out_t + first_row, ds_tile + first);
+    const auto scale = S::set(p.scale);
+    product<kCount>(
+        range, p.head_dim, of_key, query_t + first_row,
+        p_tile + first, [scale](typename S::Number x) __attribute__((always_inline)) {
+          return Scores::kScales ? x : x * scale;
+        });
+    product<kCount>(
+        range, p.value_dim, of_value, grad_out_t + first_row, ds_tile + first,
+        [](typename S::Number x) __attribute__((always_inline)) { return x; });
     Base::template softmax_backward<kCount>(first_key, static_cast<int>(range.begin), count,
                                             first_row / S::kWidth, partial, p_tile + first,
                                             ds_tile + first, cap_tile + first);
   }
 
-  template <int kCount>
-  static void product(int keys, int64_t depth, const T* a, int64_t a_row, const T* b, T* c) {
-    multiply<T, kCount>(
-        keys, depth, a, a_row, UnitStride{}, b,
+  template <int kCount, class Finish>
+  static void product(KeyRange range, int64_t width, Rows<Factor> lines, const Factor* columns,
+                      T* c, Finish finish) {
+    multiply<Factor, kCount>(
+        range.end - range.begin, Scores::depth(width), lines.first + range.begin * lines.stride,
+        lines.stride, UnitStride{}, columns,
         kRows, [=](int64_t k, int v, typename S::Number x) __attribute__((always_inline)) {
-          S::store(c + k * kRows + v * S::kWidth, x);
+          S::store(c + k * kRows + v * S::kWidth, finish(x));
         });
   }
 };

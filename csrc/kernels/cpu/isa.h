@@ -29,6 +29,11 @@ struct BackwardKernels {
   int64_t (*partial_grad_query_size)(const BackwardParams<T>&);
   void (*backward)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
   void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
+
+  // The mask's gradient in a pass of its own, to which `backward` may add instead; or nullptr, if
+  // that is left to the kernels of float32.
+  int64_t (*mask_gradient_scratch_bytes)(const BackwardParams<T>&);
+  void (*mask_gradient)(const BackwardParams<T>&, int64_t unit, void* scratch);
 };
 
 /// Derivatives along directions: of the forward and of the backward.
@@ -46,21 +51,20 @@ struct TangentKernels {
                             void* scratch);
   void (*sum_grad_query_t)(const BackwardBackwardParams<T>&, int64_t first_head, int64_t unit,
                            void* scratch);
+
+  // As those of BackwardKernels.
+  int64_t (*mask_gradient_t_scratch_bytes)(const BackwardBackwardParams<T>&);
+  void (*mask_gradient_t)(const BackwardBackwardParams<T>&, int64_t unit, void* scratch);
 };
 
 template <class T>
 struct CpuKernels : ForwardKernels<T>, BackwardKernels<T>, TangentKernels<T> {
   int64_t (*mask_gradient_units)(const Problem<T>&, const Operand<T>& grad_mask);
-  int64_t (*mask_gradient_scratch_bytes)(const BackwardParams<T>&);
-  void (*mask_gradient)(const BackwardParams<T>&, int64_t unit, void* scratch);
-  int64_t (*mask_gradient_t_scratch_bytes)(const BackwardBackwardParams<T>&);
-  void (*mask_gradient_t)(const BackwardBackwardParams<T>&, int64_t unit, void* scratch);
-
   void (*head_gradient)(const HeadGradientParams<T>&, int64_t unit);
   void (*sink_gradient_t)(const BackwardBackwardParams<T>&, double* grad_sinks, int64_t unit);
 };
 
-/// Those that multiply in bfloat16, and leave the mask's gradient to its own pass.
+/// Those that multiply in bfloat16.
 template <class Kernels>
 struct BFloat16Kernels : Kernels {
   /// Whether they are there for a problem of these sizes.

@@ -1,18 +1,27 @@
 #define QKV_ISA avx512_bf16
 #include "kernels/cpu/simd_avx512.h"
 
+#include "kernels/cpu/attention_backward.inc.h"
+#include "kernels/cpu/attention_backward_backward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
 #include "kernels/cpu/avx512_kernels.h"
 #include "kernels/cpu/bfloat16_source.inc.h"
+#include "kernels/cpu/in_pairs.inc.h"
 
-// Only the forward pass of bfloat16 differs from AVX-512.
+// Only the kernels of bfloat16 differ from those of AVX-512.
 
 namespace qkv::kernels::avx512_bf16 {
 
+inline bool takes_all(const Problem<float>&) { return true; }
+
 constexpr ForwardKernels<float> bfloat16_kernels = make_forward_kernels<BFloat16Source>();
+constexpr BFloat16BackwardKernels bfloat16_backward_kernels = {make_backward_kernels<InPairs>(),
+                                                               takes_all};
+constexpr BFloat16TangentKernels bfloat16_tangent_kernels = {
+    make_tangent_kernels<VectorProducts<InPairs>>(), takes_all};
 
 extern const CpuKernelTable table = {
-    "avx512_bf16", avx512::float32_kernels, avx512::float64_kernels, &bfloat16_kernels, nullptr,
-    nullptr};
+    "avx512_bf16",     avx512::float32_kernels,    avx512::float64_kernels,
+    &bfloat16_kernels, &bfloat16_backward_kernels, &bfloat16_tangent_kernels};
 
 }  // namespace qkv::kernels::avx512_bf16

@@ -19,7 +19,7 @@
 namespace qkv::kernels::QKV_ISA {
 
 template <class T>
-constexpr int kMaskGradientRows = BackwardTile<T, kBackwardVectors>::kRows;
+constexpr int kMaskGradientRows = BackwardRows<T, kBackwardVectors>::kRows;
 constexpr int64_t kMaskGradientKeys = 4 * kBackwardBlockKeys;  // of a unit without rows
 
 /// How many units there are of each kind; a dimension that is summed over has one.
@@ -120,15 +120,15 @@ inline void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t u
   }
 }
 
-template <class T>
+template <class Scores, class T>
 inline int64_t mask_gradient_scratch_bytes(const BackwardParams<T>& params) {
-  return BackwardTile<T, kBackwardVectors>::scratch_numbers(params.problem) *
+  return BackwardTile<Scores, kBackwardVectors>::scratch_numbers(params.problem) *
          static_cast<int64_t>(sizeof(T));
 }
 
-template <class T>
+template <class Scores, class T>
 inline void mask_gradient(const BackwardParams<T>& params, int64_t unit, void* scratch) {
-  BackwardTile<T, kBackwardVectors> work(params, static_cast<T*>(scratch));
+  BackwardTile<Scores, kBackwardVectors> work(params, static_cast<T*>(scratch));
   sum_over_mask(work.p, params.grad_mask, unit, work, work.ds_tile);
 }
 

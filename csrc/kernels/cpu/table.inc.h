@@ -17,14 +17,9 @@ template <class T>
 constexpr CpuKernels<T> make_kernels() {
   return {
       make_forward_kernels<ForwardSource<T>>(),
-      {backward_row_tiles<T>, backward_scratch_bytes<T>, partial_grad_query_size<T>,
-       attention_backward<T>, sum_grad_query<T>},
-      make_tangent_kernels<VectorProducts<T>>(),
+      make_backward_kernels<InNumbers<T>>(),
+      make_tangent_kernels<VectorProducts<InNumbers<T>>>(),
       mask_gradient_units<T>,
-      mask_gradient_scratch_bytes<T>,
-      mask_gradient<T>,
-      mask_gradient_t_scratch_bytes<T>,
-      mask_gradient_t<T>,
       head_gradient<T>,
       sink_gradient_t<T>,
   };

@@ -47,15 +47,17 @@ struct TangentBlock {
   const uint8_t* bits;  // of the pairs that are kept, if only some are
 };
 
-/// Products by vectors.
-template <class T>
+/// Products by vectors. Scores says how X Yᵀ is multiplied (score_products.inc.h).
+template <class Scores>
 class VectorProducts {
  public:
+  using T = typename Scores::Number;
   using Number = T;
   using S = Simd<T>;
   static constexpr int kVectors = kBackwardVectors;
   static constexpr int kRows = kVectors * S::kWidth;
-  static constexpr bool kScalesScores = true;
+  static constexpr bool kScalesScores = Scores::kScales;
+  static constexpr bool kOwnsMaskGradient = true;
 
   /// Where blocks begin, of which the first has key `begin`.
   static int64_t first_key(int64_t begin) { return first_of_eight(begin); }
@@ -76,19 +78,22 @@ class VectorProducts {
   VectorProducts(const TangentMatrices<T>& matrices, KeyRange /*keys*/, void* /*prepared*/,
                  T* scratch)
       : m_(matrices) {
-    const auto take = [&](T*& part, int64_t numbers) {
-      part = scratch == nullptr ? nullptr : scratch + numbers_;
+    static_assert(sizeof(Factor) == sizeof(T));
+    const auto take = [&](auto*& part, int64_t numbers) {
+      T* at = scratch == nullptr ? nullptr : scratch + numbers_;
+      part = reinterpret_cast<decltype(part + 0)>(at);
       numbers_ += numbers;
     };
     for (int x = 0; x < kOfKeys; ++x) {
-      if (m_.has(OfKeys(x))) {
-        take(block_rows_[x], kBackwardBlockKeys * spread_row<T>(m_.width(OfKeys(x))));
-      }
+      if (!m_.has(OfKeys(x))) continue;
+      const int64_t width = spread_row<T>(m_.width(OfKeys(x)));
+      take(block_rows_[x], kBackwardBlockKeys * width);
+      if (!Scores::kInNumbers) take(block_lines_[x], kBackwardBlockKeys * width);
     }
     for (int y = 0; y < kOfRows; ++y) {
       if (!m_.has(OfRows(y))) continue;
       const int64_t width = m_.width(OfRows(y));
-      take(columns_[y], width * kRows);
+      take(columns_[y], Scores::column_factors(width, kRows));
       if (m_.of_backward) take(rows_[y], round_up_to_vector<T>(width) * kRows);
     }
   }
@@ -99,23 +104,24 @@ class VectorProducts {
     for (int y = 0; y < kOfRows; ++y) {
       if (!m_.has(OfRows(y))) continue;
       const T factor = y == kGradOut ? T(1) : m_.p.scale;
-      tile.pack_transposed(m_.rows[y], m_.width(OfRows(y)), factor, columns_[y], storage());
+      Scores::pack_columns(tile, m_.rows[y], m_.width(OfRows(y)), factor, storage(), columns_[y]);
     }
   }
 
   void begin_block(const TangentBlock& block) {
     block_ = block;
     for (auto& rows : keys_) rows.first = nullptr;
+    for (auto& lines : lines_) lines.first = nullptr;
   }
 
   /// c[keys][rows] (+)= X Yᵀ, times the scale if Y is of the query
   QKV_ONE_COPY void multiply(OfKeys x, OfRows y, T* c, bool add) {
-    const Rows<T> rows = rows_of_keys(x);
+    const Rows<Factor> lines = lines_of_keys(x);
     for (int r = 0; r < tile_->rows; r += kPiece) {
-      const T* y_r = columns_[y] + r;
       T* c_r = c + r;
-      tile_product<T, S::kBroadcastRows, kPieceVectors>(
-          0, block_.keys, m_.width(x), rows.first, rows.stride, UnitStride{}, y_r, kRows,
+      tile_product<Factor, Simd<Factor>::kBroadcastRows, kPieceVectors>(
+          0, block_.keys, Scores::depth(m_.width(x)), lines.first, lines.stride, UnitStride{},
+          columns_[y] + r, kRows,
           [=](int64_t k, int v) __attribute__((always_inline)) {
             return add ? S::load(c_r + k * kRows + v * S::kWidth) : S::zero();
           },
@@ -156,6 +162,7 @@ class VectorProducts {
   }
 
  private:
+  using Factor = typename Scores::Factor;
   static constexpr int kPieceVectors = kVectors / 2;  // of a product: what registers hold
   static constexpr int kPiece = kPieceVectors * S::kWidth;
 
@@ -170,14 +177,29 @@ class VectorProducts {
     return keys_[x];
   }
 
+  /// The same as the factors of a product X Yᵀ.
+  Rows<Factor> lines_of_keys(OfKeys x) {
+    if constexpr (Scores::kInNumbers) {
+      return rows_of_keys(x);
+    } else {
+      if (lines_[x].first == nullptr) {
+        lines_[x] = Scores::lines(*tile_, m_.keys[x], storage(), block_.first_key, block_.keys,
+                                  m_.width(x), block_lines_[x]);
+      }
+      return lines_[x];
+    }
+  }
+
   TangentMatrices<T> m_;
   int64_t numbers_ = 0;  // of scratch
   const RowTile<kRows>* tile_ = nullptr;
   TangentBlock block_{};
-  Rows<T> keys_[kOfKeys]{};   // of the block, when they are asked for
-  T* block_rows_[kOfKeys]{};  // [keys][width], converted or spread
-  T* columns_[kOfRows]{};     // [width][rows], those of the query scaled
-  T* rows_[kOfRows]{};        // [rows][width], when they are asked for
+  Rows<T> keys_[kOfKeys]{};  // of the block, when they are asked for
+  Rows<Factor> lines_[kOfKeys]{};
+  T* block_rows_[kOfKeys]{};        // [keys][width], converted or spread
+  Factor* block_lines_[kOfKeys]{};  // copied, unless factors are numbers
+  Factor* columns_[kOfRows]{};      // [width][rows], those of the query scaled
+  T* rows_[kOfRows]{};              // [rows][width], when they are asked for
   bool has_rows_[kOfRows]{};
   bool rows_finite_[kOfRows]{};
 };
