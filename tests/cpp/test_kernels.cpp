@@ -15,6 +15,13 @@
 #include "dual.h"
 #include "kernels/cpu/isa.h"
 
+#if defined(QKV_EMULATES_AMX)
+// isa_avx512_amx.cpp with tiles in software (tests/amx_emulation).
+namespace qkv::kernels::avx512_amx_emulated {
+extern const CpuKernelTable table;
+}
+#endif
+
 namespace {
 
 using namespace qkv::kernels;
@@ -439,7 +446,14 @@ class KernelRun {
 class Kernels : public ::testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
-    const auto chosen = choose_cpu_kernels(GetParam());
+    const std::string isa = GetParam();
+    auto chosen = choose_cpu_kernels(isa.c_str());
+#if defined(QKV_EMULATES_AMX)
+    if (isa == "avx512_amx_emulated") {
+      chosen = choose_cpu_kernels("avx512_bf16");  // what it needs besides tiles
+      chosen.table = &avx512_amx_emulated::table;
+    }
+#endif
     if (chosen.choice != IsaChoice::kFound) GTEST_SKIP() << "not on this processor";
     table_ = chosen.table;
   }
@@ -537,7 +551,7 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
 
 INSTANTIATE_TEST_SUITE_P(Isa, Kernels,
                          ::testing::Values("generic", "avx2", "avx512", "avx512_bf16", "avx512_amx",
-                                           "neon"),
+                                           "avx512_amx_emulated", "neon"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(Isa, NamesAreChecked) {

@@ -4,8 +4,8 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// For a source of a forward tile that keeps weights[key][row] in the numbers of their scores, where
-/// those were.
+/// For a source of a forward tile that keeps weights[key][row] in the numbers of their scores,
+/// where those were.
 template <class Source, class T, int kRows>
 class WeightsInPlace {
  public:
@@ -15,8 +15,7 @@ class WeightsInPlace {
   template <int kVectors, class Weight>
   QKV_INLINE void weights(int64_t first_key, int keys, int first_row, T* to, Weight weight) const {
     static_cast<const Source*>(this)->template scores<kVectors>(
-        first_key, keys,
-        first_row, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
+        first_key, keys, first_row, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
           Simd<T>::store(to + k * kRows + v * Simd<T>::kWidth, weight(k, v, x));
         });
   }

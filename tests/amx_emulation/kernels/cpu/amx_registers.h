@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels/half.h"
+
+// The tile registers of AMX in software, in place of csrc/kernels/cpu/amx_registers.h, for
+// processors that have AVX512-BF16 but no AMX. To use a tile without having tiles is an error, as it
+// is in hardware.
+
+namespace qkv::kernels::QKV_ISA {
+
+constexpr int kTileRows = 16;
+constexpr int kTileDepth = 32;
+
+struct EmulatedTile {
+  alignas(64) char rows[kTileRows][64];
+};
+
+struct EmulatedTiles {
+  bool exist = false;
+  EmulatedTile tile[8];
+};
+
+/// Those of this thread.
+inline EmulatedTile& tile_register(int number) {
+  thread_local EmulatedTiles tiles;
+  if (number < 0) {  // configured, or released
+    tiles.exist = number == -1;
+    std::memset(tiles.tile, 0, sizeof(tiles.tile));
+    return tiles.tile[0];
+  }
+  if (!tiles.exist) {
+    std::fputs("a tile was used without TileRegisters\n", stderr);
+    std::abort();
+  }
+  return tiles.tile[number];
+}
+
+class TileRegisters {
+ public:
+  TileRegisters() { tile_register(-1); }
+  ~TileRegisters() { tile_register(-2); }
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
+};
+
+template <int kTile>
+void load_tile(const void* x, int64_t row_bytes) {
+  for (int r = 0; r < kTileRows; ++r) {
+    std::memcpy(tile_register(kTile).rows[r], static_cast<const char*>(x) + r * row_bytes, 64);
+  }
+}
+
+template <int kTile>
+void store_tile(void* x, int64_t row_bytes) {
+  for (int r = 0; r < kTileRows; ++r) {
+    std::memcpy(static_cast<char*>(x) + r * row_bytes, tile_register(kTile).rows[r], 64);
+  }
+}
+
+template <int kTile>
+void set_tile_to_zero() {
+  std::memset(tile_register(kTile).rows, 0, sizeof(EmulatedTile));
+}
+
+/// TDPBF16PS: subnormal numbers count as zeros, and every sum is rounded to nearest.
+template <int kC, int kA, int kB>
+void multiply_add_tiles() {
+  float c[16], b[16][32], a[32];
+  const auto widen = [](const char* row, float* to) {
+    BFloat16 halves[32];
+    std::memcpy(halves, row, sizeof(halves));
+    for (int i = 0; i < 32; ++i) to[i] = (halves[i].bits & 0x7f80) == 0 ? 0.0f : float(halves[i]);
+  };
+  for (int k = 0; k < 16; ++k) widen(tile_register(kB).rows[k], b[k]);
+  for (int m = 0; m < kTileRows; ++m) {
+    widen(tile_register(kA).rows[m], a);
+    char* sums = tile_register(kC).rows[m];
+    std::memcpy(c, sums, sizeof(c));
+    for (int k = 0; k < 16; ++k) {
+      for (int n = 0; n < 16; ++n) {
+        c[n] += a[2 * k] * b[k][2 * n];
+        c[n] += a[2 * k + 1] * b[k][2 * n + 1];
+      }
+    }
+    std::memcpy(sums, c, sizeof(c));
+  }
+}
+
+}  // namespace qkv::kernels::QKV_ISA
