@@ -4,6 +4,7 @@
 #include "kernels/cpu/merge.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
+#include "kernels/cpu/transpose.inc.h"
 #include "kernels/online_softmax.h"
 
 // Forward attention for up to 4 query rows (2 if a vector has no more lanes) of a key/value head,
@@ -46,28 +47,46 @@ struct NextRows {
   }
 };
 
-/// scores[k][r] = <key_k, query_r>; query is [r][width rounded up to vectors].
+/// scores[k][r] = <key_k, query_r>; query is [r][width rounded up to vectors]. Of several rows as
+/// many products at a time as a vector has lanes: their sums over lanes are one vector in the end.
 template <class T, class Stored, int kRows>
 inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int64_t key_row,
                                  const T* query, int64_t query_row, T* scores,
                                  const NextRows<Stored>& next) {
   using S = Simd<T>;
+  constexpr int kKeys = kRows == 1 ? 1 : S::kWidth / kRows;
   const int64_t whole = width / S::kWidth * S::kWidth;
-  for (int k = 0; k < keys; ++k) {
-    const Stored* row = key + k * key_row;
-    next.fetch(k);
-    typename S::Number sum[kRows];
+  for (int first = 0; first < keys; first += kKeys) {
+    const int count = keys - first < kKeys ? keys - first : kKeys;
+    const Stored* row[kKeys];  // of the last key again where there is none
+    for (int k = 0; k < kKeys; ++k) row[k] = key + (first + (k < count ? k : count - 1)) * key_row;
+    for (int k = 0; k < count; ++k) next.fetch(first + k);
+    typename S::Number sum[kKeys * kRows];
     for (auto& s : sum) s = S::zero();
     for (int64_t d = 0; d < whole; d += S::kWidth) {
-      const auto x = load_stored<T>(row + d);
-      for (int r = 0; r < kRows; ++r)
-        sum[r] = S::fma(x, S::load(query + r * query_row + d), sum[r]);
+      typename S::Number q[kRows];
+      for (int r = 0; r < kRows; ++r) q[r] = S::load(query + r * query_row + d);
+#pragma GCC unroll 4
+      for (int k = 0; k < kKeys; ++k) {
+        const auto x = load_stored<T>(row[k] + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sum[k * kRows + r] = S::fma(x, q[r], sum[k * kRows + r]);
+      }
     }
-    for (int r = 0; r < kRows; ++r) {
-      T total = S::sum(sum[r]);
-      for (int64_t d = whole; d < width; ++d)
-        total += static_cast<T>(row[d]) * query[r * query_row + d];
-      scores[k * S::kWidth + r] = total;
+    alignas(64) T total[S::kWidth];
+    if constexpr (kRows == 1) {
+      total[0] = S::sum(sum[0]);
+    } else {
+      S::store(total, sums_over_lanes<T>(sum));
+    }
+    for (int k = 0; k < count; ++k) {
+      for (int r = 0; r < kRows; ++r) {
+        T& score = scores[(first + k) * S::kWidth + r];
+        score = total[k * kRows + r];
+        for (int64_t d = whole; d < width; ++d) {
+          score += static_cast<T>(row[k][d]) * query[r * query_row + d];
+        }
+      }
     }
   }
 }

@@ -37,6 +37,22 @@ QKV_INLINE void transpose(typename Simd<T>::Number (&x)[Simd<T>::kWidth]) {
   if constexpr (kStep > 1) transpose<T, kStep / 2>(x);
 }
 
+/// Lane l: the sum of all lanes of x[l].
+template <class T, int kStep = Simd<T>::kWidth / 2>
+QKV_INLINE typename Simd<T>::Number sums_over_lanes(
+    typename Simd<T>::Number (&x)[Simd<T>::kWidth]) {
+  if constexpr (kStep > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kStep; ++i) {
+      exchange<kStep>(x[i], x[i + kStep], typename LanesUpTo<Simd<T>::kWidth>::Type{});
+      x[i] = x[i] + x[i + kStep];
+    }
+    return sums_over_lanes<T, kStep / 2>(x);
+  } else {
+    return x[0];
+  }
+}
+
 /// to[d · to_row + l] = scale · from[l][d] for d < width; a row that is nullptr counts as zeros.
 template <class T, class Stored>
 QKV_ONE_COPY void transpose_rows(const Stored* const (&from)[Simd<T>::kWidth], int64_t width,
