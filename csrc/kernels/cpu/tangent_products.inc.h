@@ -79,9 +79,8 @@ class VectorProducts {
                  T* scratch)
       : m_(matrices) {
     static_assert(sizeof(Factor) == sizeof(T));
-    const auto take = [&](auto*& part, int64_t numbers) {
-      T* at = scratch == nullptr ? nullptr : scratch + numbers_;
-      part = reinterpret_cast<decltype(part + 0)>(at);
+    const auto take = [&]<class Number>(Number*& part, int64_t numbers) {
+      part = scratch == nullptr ? nullptr : reinterpret_cast<Number*>(scratch + numbers_);
       numbers_ += numbers;
     };
     for (int x = 0; x < kOfKeys; ++x) {
@@ -117,17 +116,18 @@ class VectorProducts {
   /// c[keys][rows] (+)= X Yᵀ, times the scale if Y is of the query
   QKV_ONE_COPY void multiply(OfKeys x, OfRows y, T* c, bool add) {
     const Rows<Factor> lines = lines_of_keys(x);
-    for (int r = 0; r < tile_->rows; r += kPiece) {
-      T* c_r = c + r;
+    for_each_piece([&](int r, KeyRange keys) __attribute__((always_inline)) {
+      T* c_r = c + keys.begin * kRows + r;
       tile_product<Factor, Simd<Factor>::kBroadcastRows, kPieceVectors>(
-          0, block_.keys, Scores::depth(m_.width(x)), lines.first, lines.stride, UnitStride{},
-          columns_[y] + r, kRows,
+          0, keys.end - keys.begin, Scores::depth(m_.width(x)),
+          lines.first + keys.begin * lines.stride, lines.stride, UnitStride{}, columns_[y] + r,
+          kRows,
           [=](int64_t k, int v) __attribute__((always_inline)) {
             return add ? S::load(c_r + k * kRows + v * S::kWidth) : S::zero();
           },
           [=](int64_t k, int v, typename S::Number sum)
               __attribute__((always_inline)) { S::store(c_r + k * kRows + v * S::kWidth, sum); });
-    }
+    });
   }
 
   /// c[width][rows] += Xᵀ b for b[keys][rows]
@@ -140,10 +140,11 @@ class VectorProducts {
                                           block_.bits, c);
       return;
     }
-    for (int r = 0; r < tile_->rows; r += kPiece) {
-      multiply_add<T, kPieceVectors>(width, block_.keys, rows.first, UnitStride{}, rows.stride,
-                                     b + r, kRows, c + r, kRows);
-    }
+    for_each_piece([&](int r, KeyRange keys) __attribute__((always_inline)) {
+      multiply_add<T, kPieceVectors>(width, keys.end - keys.begin,
+                                     rows.first + keys.begin * rows.stride, UnitStride{},
+                                     rows.stride, b + keys.begin * kRows + r, kRows, c + r, kRows);
+    });
   }
 
   /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
@@ -156,6 +157,13 @@ class VectorProducts {
     }
     if (block_.state == TileState::kPartial && !rows_finite_[y]) {
       multiply_add_kept_rows<T, kRows>(block_.keys, a, rows_[y], block_.bits, c, width);
+    } else if (block_.state == TileState::kPartial) {
+      for_each_piece([&](int r, KeyRange keys) {
+        const int left = tile_->rows - r;
+        multiply_add_rows<T, kRows>(keys.end - keys.begin, left < kPiece ? left : kPiece,
+                                    a + keys.begin * kRows + r, rows_[y] + r * width, width,
+                                    c + keys.begin * width);
+      });
     } else {
       multiply_add_rows<T, kRows>(block_.keys, tile_->rows, a, rows_[y], width, c);
     }
@@ -165,6 +173,17 @@ class VectorProducts {
   using Factor = typename Scores::Factor;
   static constexpr int kPieceVectors = kVectors / 2;  // of a product: what registers hold
   static constexpr int kPiece = kPieceVectors * S::kWidth;
+
+  /// f(first row, keys): those of the block that rows of a piece see by the band. Pairs that no
+  /// product writes are not kept.
+  template <class F>
+  QKV_INLINE void for_each_piece(F f) const {
+    for (int r = 0; r < tile_->rows; r += kPiece) {
+      const KeyRange keys = keys_of_piece<kPiece>(m_.p, *tile_, r, block_.first_key, block_.keys,
+                                                  block_.state == TileState::kPartial);
+      if (!keys.empty()) f(r, keys);
+    }
+  }
 
   Storage storage() const { return m_.p.key_value_storage; }
 
