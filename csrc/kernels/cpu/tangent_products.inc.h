@@ -217,7 +217,7 @@ class VectorProducts {
   Rows<Factor> lines_[kOfKeys]{};
   T* block_rows_[kOfKeys]{};        // [keys][width], converted or spread
   Factor* block_lines_[kOfKeys]{};  // copied, unless factors are numbers
-  Factor* columns_[kOfRows]{};      // [width][rows], those of the query scaled
+  Factor* columns_[kOfRows]{};      // [width][rows], of the query scaled if Scores does
   T* rows_[kOfRows]{};              // [rows][width], when they are asked for
   bool has_rows_[kOfRows]{};
   bool rows_finite_[kOfRows]{};
