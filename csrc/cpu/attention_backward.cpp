@@ -95,7 +95,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
 
   const auto real = lse.scalar_type();
   const Tensor incoming = with_unit_columns(merging_as(out, grad_out));
-  const Operands x = readable(operands, real, Reads16Bits::kAll);
+  const Operands x = readable(operands, real);
   const Results of_forward{
       with_unit_columns(out),
       has_16_bits(out) ? OptionalTensor(with_unit_columns(out_rest)) : std::nullopt,

@@ -128,7 +128,7 @@ TensorTuple<8> attention_backward_backward(
   for (const Heads& heads : ranges_of_heads(x, needs_of_operands)) {
     Tensors t;
     t.needs = needs_of_operands;
-    t.x = readable(heads.of(x), real, Reads16Bits::kAll);
+    t.x = readable(heads.of(x), real);
     t.cotangents = readable(heads.of(along), real);
     t.grad_out = with_unit_columns(heads.of_rows(incoming));
     if (grad_lse) t.grad_lse = heads.of_scalars(*grad_lse);

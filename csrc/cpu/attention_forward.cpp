@@ -2,8 +2,6 @@
 
 #include <torch/library.h>
 
-#include <type_traits>
-
 #include "checks.h"
 #include "cpu/kernels.h"
 #include "cpu/readable.h"
@@ -14,38 +12,17 @@ namespace qkv::cpu {
 
 namespace {
 
-/// What one call runs, and what it reads.
-template <class T>
-struct Choice {
-  const kernels::ForwardKernels<T>& kernels;
-  Operands operands;
-};
-
-template <class T>
-Choice<T> choose(const Operands& x, at::ScalarType real) {
-  const auto sizes = sizes_of<T>(x);
-  if constexpr (std::is_same_v<T, float>) {
-    const auto* in_bfloat16 = kernel_table().bfloat16;
-    if (x.query.scalar_type() == at::kBFloat16 && in_bfloat16 != nullptr &&
-        in_bfloat16->forward_reads_16_bits(sizes)) {
-      Operands stored = readable(x, real, Reads16Bits::kAll);
-      // The key is read in pairs: all its rows must begin like the first.
-      if (stored.key.stride(-2) % 2 != 0) stored.key = stored.key.contiguous();
-      return {*in_bfloat16, stored};
-    }
-  }
-  const auto& kernels = kernels_for<T>();
-  const auto reads =
-      kernels.forward_reads_16_bits(sizes) ? Reads16Bits::kKeyValue : Reads16Bits::kNothing;
-  return {kernels, readable(x, real, reads)};
+/// The kernels that multiply in bfloat16, if there are any for this problem.
+const kernels::BFloat16ForwardKernels* bfloat16_kernels_for(const Operands& x) {
+  const auto* kernels = kernel_table().bfloat16_forward;
+  if (kernels == nullptr || x.query.scalar_type() != at::kBFloat16) return nullptr;
+  return kernels->takes(sizes_of<float>(x)) ? kernels : nullptr;
 }
 
 template <class T>
-void run(const Operands& operands, const TensorTuple<4>& results) {
+void run(const kernels::ForwardKernels<T>& kernels, const Operands& x,
+         const TensorTuple<4>& results) {
   const auto& [out, lse, out_rest, lse_rest] = results;
-  const Choice<T> choice = choose<T>(operands, lse.scalar_type());
-  const kernels::ForwardKernels<T>& kernels = choice.kernels;
-  const Operands& x = choice.operands;
   kernels::ForwardParams<T> params{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(params.problem, x, batch);
@@ -83,10 +60,15 @@ TensorTuple<4> attention_forward(const Operands& x) {
   const auto results = empty_forward_results(x);
   const Tensor& lse = std::get<1>(results);
   if (lse.numel() == 0) return results;
+  Operands stored = readable(x, lse.scalar_type());
   if (lse.scalar_type() == at::kDouble) {
-    run<double>(x, results);
+    run<double>(kernels_for<double>(), stored, results);
+  } else if (const auto* in_bfloat16 = bfloat16_kernels_for(x)) {
+    // The key is read in pairs: all its rows must begin like the first.
+    if (stored.key.stride(-2) % 2 != 0) stored.key = stored.key.contiguous();
+    run<float>(*in_bfloat16, stored, results);
   } else {
-    run<float>(x, results);
+    run<float>(kernels_for<float>(), stored, results);
   }
   return results;
 }

@@ -24,17 +24,11 @@ inline Tensor readable(const Tensor& x, at::ScalarType real) {
   return with_unit_columns(converted(x, real));
 }
 
-/// What of query, key and value a kernel reads in 16 bits.
-enum class Reads16Bits { kNothing, kKeyValue, kAll };
-
-/// Masks are read as they are.
-inline Operands readable(Operands x, at::ScalarType real,
-                         Reads16Bits reads = Reads16Bits::kNothing) {
-  const auto stored = x.query.scalar_type();
-  const auto key_value = reads == Reads16Bits::kNothing ? real : stored;
-  x.query = readable(x.query, reads == Reads16Bits::kAll ? stored : real);
-  x.key = readable(x.key, key_value);
-  x.value = readable(x.value, key_value);
+/// Masks are read as they are, query, key and value as they are stored.
+inline Operands readable(Operands x, at::ScalarType real) {
+  x.query = with_unit_columns(x.query);
+  x.key = with_unit_columns(x.key);
+  x.value = with_unit_columns(x.value);
   if (x.alibi_slopes) x.alibi_slopes = x.alibi_slopes->to(real);
   if (x.sinks) x.sinks = x.sinks->to(real);
   return x;

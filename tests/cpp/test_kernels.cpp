@@ -61,7 +61,7 @@ uint16_t bfloat16_of(float& x) {
 
 /// Kernels that read bfloat16, to be run instead of others or after them.
 struct OfBFloat16 {
-  const ForwardKernels<float>* forward = nullptr;
+  const BFloat16ForwardKernels* forward = nullptr;
   const BFloat16BackwardKernels* backward = nullptr;
   const BFloat16TangentKernels* tangents = nullptr;
 };
@@ -135,7 +135,7 @@ class KernelRun {
         store(k_t_, k_t16_);
         store(v_t_, v_t16_);
       }
-      if (of_bfloat16.forward != nullptr && of_bfloat16.forward->forward_reads_16_bits(p)) {
+      if (of_bfloat16.forward != nullptr && of_bfloat16.forward->takes(p)) {
         forward_kernels = of_bfloat16.forward;
         p.query.data = reinterpret_cast<const T*>(q16_.data());
         p.key.data = reinterpret_cast<const T*>(k16_.data());
@@ -499,17 +499,22 @@ TEST_P(Kernels, EqualLoopsInDouble) {
 }
 
 TEST_P(Kernels, ProductsInBFloat16) {
-  if (table_->bfloat16 == nullptr) GTEST_SKIP() << "has none";
+  if (table_->bfloat16_forward == nullptr) GTEST_SKIP() << "has none";
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11};
   const Shape shapes[] = {
-      {1, 1, 17, 33, 8, 8, causal},       {1, 1, 50, 300, 20, 17, all},
-      {2, 1, 100, 291, 16, 33, causal},   {6, 2, 40, 200, 34, 64, causal},
-      {4, 2, 60, 90, 24, 80, window},     {1, 1, 49, 97, 66, 63, causal},
+      {1, 1, 17, 33, 8, 8, causal},
+      {1, 1, 50, 300, 20, 17, all},
+      {2, 1, 100, 291, 16, 33, causal},
+      {6, 2, 40, 200, 34, 64, causal},
+      {4, 2, 60, 90, 24, 80, window},
+      {1, 1, 49, 97, 66, 63, causal},
       {1, 1, 30, 2501, 10, 20, all},  // ranges of keys
-      {4, 2, 60, 290, 24, 20, all, true}, {2, 1, 20, 2100, 8, 8, causal, true},
+      {4, 2, 60, 290, 24, 20, all, true},
+      {2, 1, 20, 2100, 8, 8, causal, true},
+      {1, 1, 170, 409, 64, 300, {-1, 0, 239}},  // several turns
   };
   for (const Shape& shape : shapes) {
-    const auto errors = KernelRun<float>(*table_, shape, 1, {table_->bfloat16}).errors();
+    const auto errors = KernelRun<float>(*table_, shape, 1, {table_->bfloat16_forward}).errors();
     const std::string what =
         "queries " + std::to_string(shape.queries) + " keys " + std::to_string(shape.keys);
     // A weight is rounded by up to 2^-9, values are up to 4: most of it averages out.
@@ -518,20 +523,54 @@ TEST_P(Kernels, ProductsInBFloat16) {
   }
 }
 
-/// By those that multiply in it, if there are any, and by those that convert it.
-TEST_P(Kernels, DerivativesOfBFloat16) {
+TEST_P(Kernels, OneKeyIsMoreThanATurn) {
+  const Shape shape{1, 1, 65, 3, 1, 68000, {-1, -1, 0}};
+  EXPECT_LT((KernelRun<float>(*table_, shape, 1).errors().output), 5e-5);
+}
+
+/// As in decoding: by pairs where there are instructions for them, else converted.
+TEST_P(Kernels, FewRowsOfBFloat16) {
+  const BFloat16ForwardKernels converting{table_->float32, [](const auto&) { return true; }};
+  const Band all{-1, -1, 0}, causal{-1, 0, 299}, window{70, 3, 211};
+  const Shape shapes[] = {
+      {1, 1, 1, 300, 64, 64, all},          {4, 1, 1, 290, 72, 80, all},
+      {2, 1, 2, 301, 33, 7, causal},        {1, 1, 3, 301, 31, 7, window},
+      {6, 2, 1, 2300, 40, 24, all},         {4, 1, 1, 300, 0, 9, all},
+      {4, 1, 1, 290, 72, 80, causal, true},
+  };
+  for (const Shape& shape : shapes) {
+    for (const auto* forward : {&converting, table_->bfloat16_forward}) {
+      if (forward == nullptr) continue;
+      const auto errors = KernelRun<float>(*table_, shape, 1, {forward}).errors();
+      const std::string what = "queries " + std::to_string(shape.queries) + " keys " +
+                               std::to_string(shape.keys) + " D " + std::to_string(shape.head_dim);
+      EXPECT_LT(errors.output, 5e-5) << what;
+      EXPECT_LT(errors.lse, 5e-5) << what;
+    }
+  }
+}
+
+/// Derivatives by those that multiply in it, if there are any, and all by those that convert it.
+TEST_P(Kernels, BFloat16AsExactAsFloat32) {
   const auto takes = [](const auto&) { return true; };
+  const BFloat16ForwardKernels forward{table_->float32, takes};
   const BFloat16BackwardKernels backward{table_->float32, takes};
   const BFloat16TangentKernels tangents{table_->float32, takes};
-  const OfBFloat16 converting{nullptr, &backward, &tangents};
+  const OfBFloat16 converting{&forward, &backward, &tangents};
   const OfBFloat16 multiplying{nullptr, table_->bfloat16_backward, table_->bfloat16_tangents};
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
   const Shape shapes[] = {
-      {1, 1, 17, 33, 8, 8, causal},       {1, 1, 50, 300, 20, 17, all},
-      {2, 1, 100, 291, 16, 33, causal},   {6, 2, 40, 200, 34, 64, causal},
-      {4, 2, 60, 90, 24, 80, window},     {1, 1, 49, 97, 65, 63, causal},
-      {3, 1, 133, 230, 1, 1, window},     {1, 1, 32, 96, 32, 32, outside},
-      {4, 2, 60, 290, 24, 20, all, true}, {2, 1, 20, 300, 8, 8, causal, true},
+      {1, 1, 17, 33, 8, 8, causal},
+      {1, 1, 50, 300, 20, 17, all},
+      {2, 1, 100, 291, 16, 33, causal},
+      {6, 2, 40, 200, 34, 64, causal},
+      {4, 2, 60, 90, 24, 80, window},
+      {1, 1, 49, 97, 65, 63, causal},
+      {3, 1, 133, 230, 1, 1, window},
+      {1, 1, 32, 96, 32, 32, outside},
+      {4, 2, 60, 290, 24, 20, all, true},
+      {2, 1, 20, 300, 8, 8, causal, true},
+      {1, 1, 170, 409, 64, 300, {-1, 0, 239}},  // several turns of a forward
   };
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {

@@ -82,7 +82,8 @@ class AmxSource {
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kTakesFewRows = false;
 
-  static bool reads_16_bits(const Problem<float>& p) { return multiplies_in_bfloat16(p); }
+  static constexpr int64_t kBytesOfNumber = sizeof(BFloat16);  // as K and V are multiplied
+  using Turn = NothingInTurn;
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }
   static int64_t row_of_sums(const Problem<float>& p) { return PackedKeys::out_rows(p); }
@@ -105,7 +106,8 @@ class AmxSource {
     return numbers * int64_t{sizeof(float)} + PackedKeys::bytes(p, kWeightKeys);
   }
 
-  AmxSource(const ForwardParams<float>& params, const RowTile<kRows>& tile, void* own, void* block)
+  AmxSource(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn&, void* own,
+            void* block)
       : p_(params.problem),
         keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),

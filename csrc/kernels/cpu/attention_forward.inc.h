@@ -9,8 +9,9 @@
 // those of a key/value head fill one tile at most, ranges of its keys whose results are merged
 // (merge.inc.h). Up to kFewRows rows have a kernel of their own (few_rows.inc.h).
 //
-// If K and V of a head are too large for a second-level cache, a few of its tiles take turns: each
-// takes in the same keys, a quarter of a MiB, before they all go on to the next.
+// If K and V of a head are too large for a second-level cache, or not multiplied as they are
+// stored, a few of its tiles take turns: each takes in the same keys, a quarter of a MiB, before
+// they all go on to the next.
 //
 // Source: what a tile's products are done in (forward_source.inc.h).
 
@@ -46,28 +47,30 @@ constexpr int64_t kBytesOfLargeHead = 4 * kBytesOfTurn;
 
 inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-template <class T>
+template <class Source, class T>
 inline int64_t bytes_of_key(const Problem<T>& p) {
-  const int64_t number = p.key_value_storage == Storage::kSame ? sizeof(T) : 2;
-  return (p.head_dim + p.value_dim) * number;
+  return (p.head_dim + p.value_dim) * Source::kBytesOfNumber;
 }
 
-/// Whole blocks, of a large head.
-template <class T>
+/// Whole blocks, as many as there are of a small head.
+template <class Source, class T>
 inline int64_t keys_of_turn(const Problem<T>& p) {
-  const int64_t keys = kBytesOfTurn / (bytes_of_key(p) + 1);  // which may be 0
+  int64_t keys = kBytesOfTurn / (bytes_of_key<Source>(p) + 1) + 1;  // no bytes at all: D = Dv = 0
+  if (keys > p.keys) keys = p.keys;
   return (keys + kForwardBlockKeys - 1) / kForwardBlockKeys * kForwardBlockKeys;
 }
 
-/// How many tiles of a head take turns: several if K and V are large and `threads` threads have
-/// enough units even so. No bit of a result depends on it.
+/// How many tiles of a head take turns: several if that pays and `threads` threads have enough
+/// units even so. No bit of a result depends on it.
 template <class Source, class T>
 inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t threads) {
-  constexpr int64_t kUnitsOfThread = 8;
   const Problem<T>& p = params.problem;
-  if (p.keys * bytes_of_key(p) < kBytesOfLargeHead || forward_splits<Source>(p) > 1) return 1;
+  if (forward_splits<Source>(p) > 1) return 1;
+  const bool share = Source::Turn::bytes(p, 1) > 0;
+  if (!share && p.keys * bytes_of_key<Source>(p) < kBytesOfLargeHead) return 1;
+  const int64_t units_of_thread = share ? 4 : 8;
   const int64_t tiles = p.batch * p.kv_heads * forward_tiles_per_head<Source>(p);
-  const int64_t most = tiles / (threads * kUnitsOfThread);
+  const int64_t most = tiles / (threads * units_of_thread);
   return most < 1 ? 1 : most > kMaxTilesInTurn ? kMaxTilesInTurn : most;
 }
 
@@ -96,9 +99,9 @@ struct TileInTurn {
   ForwardTile<Source> tile;
 
   TileInTurn(const ForwardParams<T>& params, int64_t batch, int64_t kv_head, int64_t t,
-             KeyRange keys, void* block)
+             KeyRange keys, const typename Source::Turn& turn, void* block)
       : rows(rows_of(params.problem, batch, kv_head, t)),
-        tile(params, rows, keys, reinterpret_cast<char*>(this) + kBytes, block) {}
+        tile(params, rows, keys, turn, reinterpret_cast<char*>(this) + kBytes, block) {}
 
   static void* operator new(decltype(sizeof(0)), char* where) { return where; }
   static void operator delete(void*, char*) {}
@@ -119,17 +122,19 @@ struct TileInTurn {
   }
 };
 
+/// Of a block, of tiles that take turns, of what these share.
 template <class Source, class T>
 inline int64_t forward_scratch_bytes(const ForwardParams<T>& params, int64_t in_turn) {
   const Problem<T>& p = params.problem;
-  const int64_t tiles =
-      whole_lines(ForwardTile<Source>::block_bytes(p)) + in_turn * TileInTurn<Source>::bytes(p);
+  const int64_t shared = in_turn == 1 ? 0 : Source::Turn::bytes(p, keys_of_turn<Source>(p));
+  const int64_t tiles = whole_lines(ForwardTile<Source>::block_bytes(p)) +
+                        in_turn * TileInTurn<Source>::bytes(p) + shared;
   const int64_t rows = few_rows_scratch_bytes(p);
   return tiles > rows ? tiles : rows;
 }
 
 /// Up to kFewRows rows and some of their keys: to partial, or merged at once if it is nullptr.
-template <class T>
+template <class Source, class T>
 inline void forward_few_rows(const ForwardParams<T>& params, int64_t batch, int64_t kv_head,
                              KeyRange keys, T* partial, T* scratch) {
   const Problem<T>& p = params.problem;
@@ -137,18 +142,23 @@ inline void forward_few_rows(const ForwardParams<T>& params, int64_t batch, int6
   const auto tile = RowTile<Simd<T>::kWidth>::make(p, batch, kv_head, kv_head * group, group, 0);
   T* result = partial != nullptr ? partial : scratch;
   T* rest = partial != nullptr ? scratch : scratch + rows_of_kv_head(p) * partial_row(p);
-  switch (p.key_value_storage) {
-    case Storage::kSame:
-      few_rows<T, T>(params, tile, keys, result, rest);
-      break;
-    case Storage::kBFloat16:
-      if constexpr (sizeof(T) == 4) few_rows<T, BFloat16>(params, tile, keys, result, rest);
-      break;
-    case Storage::kFloat16:
-      if constexpr (sizeof(T) == 4) few_rows<T, Float16>(params, tile, keys, result, rest);
-      break;
-  }
+  Source::with_terms(p.key_value_storage, [&](auto stored, auto terms) {
+    few_rows<decltype(terms), T, decltype(stored)>(params, tile, keys, result, rest);
+  });
   if (partial == nullptr) merge(params, tile, 1, result);
+}
+
+/// What tiles that take turns take in next, up to `end`: at most keys_of_turn.
+template <class Source>
+inline KeyRange next_keys_of_any(TileInTurn<Source>* const* tile, int64_t count, int64_t end) {
+  KeyRange any{end, 0};
+  for (int64_t i = 0; i < count; ++i) {
+    const KeyRange keys = tile[i]->tile.next_keys(end);
+    if (keys.empty()) continue;
+    if (keys.begin < any.begin) any.begin = keys.begin;
+    if (keys.end > any.end) any.end = keys.end;
+  }
+  return any;
 }
 
 /// Tiles of a head run from the last to the first: under a causal mask the last ones have most
@@ -166,7 +176,7 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   T* partial = splits == 1 ? nullptr : params.partial + unit * rows_of_kv_head(p) * partial_row(p);
   if constexpr (Source::kTakesFewRows) {
     if (rows_of_kv_head(p) <= kFewRows<T>) {
-      forward_few_rows(params, batch, kv_head, keys, partial, static_cast<T*>(scratch));
+      forward_few_rows<Source>(params, batch, kv_head, keys, partial, static_cast<T*>(scratch));
       return;
     }
   }
@@ -175,12 +185,17 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   char* memory = static_cast<char*>(scratch) + whole_lines(ForwardTile<Source>::block_bytes(p));
   const int64_t first = turn * in_turn;
   const int64_t count = tiles - first < in_turn ? tiles - first : in_turn;
+  typename Source::Turn shared(p, memory + in_turn * Tile::bytes(p));
   for (int64_t i = 0; i < count; ++i, memory += Tile::bytes(p)) {
-    tile[i] = new (memory) Tile(params, batch, kv_head, first + i, keys, scratch);
+    tile[i] = new (memory) Tile(params, batch, kv_head, first + i, keys, shared, scratch);
   }
-  const int64_t step = count == 1 ? p.keys : keys_of_turn(p);
+  const int64_t step = count == 1 ? p.keys : keys_of_turn<Source>(p);
   for (int64_t end = keys.begin; end < keys.end;) {
     end = end + step < keys.end ? end + step : keys.end;
+    if (count > 1) {
+      const KeyRange next = next_keys_of_any(tile, count, end);
+      if (!next.empty()) shared.load(tile[0]->rows, next);
+    }
     for (int64_t i = 0; i < count; ++i) tile[i]->tile.run_until(end);
   }
   for (int64_t i = 0; i < count; ++i) {
@@ -224,9 +239,8 @@ constexpr ForwardKernels<typename Source::Real> make_forward_kernels() {
   return {
       forward_tiles_in_turn<Source, T>,  forward_units<Source, T>,
       forward_scratch_bytes<Source, T>,  forward_partial_size<Source, T>,
-      forward_prepared_bytes<Source, T>, Source::reads_16_bits,
-      prepare_forward<Source, T>,        attention_forward<Source, T>,
-      merge_forward<Source, T>,
+      forward_prepared_bytes<Source, T>, prepare_forward<Source, T>,
+      attention_forward<Source, T>,      merge_forward<Source, T>,
   };
 }
 

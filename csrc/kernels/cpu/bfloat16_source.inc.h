@@ -8,8 +8,8 @@
 // The products of a forward tile in bfloat16, two terms at a time, summed in float32:
 //
 //     S[keys][rows] = scale · (K · Qᵀ)      pairs of columns, which lie side by side in K
-//     Oᵀ[Dv][rows] += Vᵀ · P                pairs of keys: V is interleaved once for all tiles of a
-//                                           head, or block by block if there is one tile only
+//     Oᵀ[Dv][rows] += Vᵀ · P                pairs of keys: V is interleaved block by block, or
+//                                           once for all tiles that take turns
 //
 // P is rounded to bfloat16. What the rounded weights add up to is a row of Oᵀ of its own, by which
 // the output is divided in the end: it stays a convex combination of values. lse comes from the
@@ -18,6 +18,21 @@
 namespace qkv::kernels::QKV_ISA {
 
 constexpr int kBFloat16Vectors = 3;  // of rows in a tile
+
+/// A vector of the terms of a score of few rows: of pairs of columns, exact.
+struct TermsOfPairs {
+  using Query = BFloat16;
+  using Pairs = Simd<BFloat16Pair>;
+  using Factor = Pairs::Factor;
+  static constexpr int kColumns = 2 * Pairs::kWidth;
+  static constexpr bool kScales = false;
+
+  static QKV_INLINE Factor query(const BFloat16* x) { return key(x); }
+  static QKV_INLINE Factor key(const BFloat16* x) { return Pairs::load(in_pairs(x)); }
+  static QKV_INLINE Pairs::Number add(Factor key, Factor query, Pairs::Number sum) {
+    return Pairs::fma(key, query, sum);
+  }
+};
 
 class BFloat16Source
     : public WeightsInPlace<BFloat16Source, float, kBFloat16Vectors * Simd<float>::kWidth> {
@@ -28,22 +43,26 @@ class BFloat16Source
   static constexpr int kVectors = kBFloat16Vectors;
   static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kRoundsWeights = true;
-  static constexpr bool kTakesFewRows = false;
+  static constexpr bool kTakesFewRows = true;
 
-  static bool reads_16_bits(const Problem<float>& p) { return multiplies_in_bfloat16(p); }
+  static constexpr int64_t kBytesOfNumber = sizeof(BFloat16);  // as K and V are multiplied
+
+  template <class F>
+  static void with_terms(Storage, F f) {
+    f(BFloat16{}, TermsOfPairs{});
+  }
+
+  /// Whether there is a kernel for a problem of these sizes.
+  static bool takes(const Problem<float>& p) {
+    return rows_of_kv_head(p) <= kFewRows<float> || multiplies_in_bfloat16(p);
+  }
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }
   static int64_t row_of_sums(const Problem<float>& p) { return p.value_dim; }
 
-  /// V of one key/value head, if that has several tiles.
-  static int64_t prepared_bytes(const Problem<float>& p) {
-    if (rows_of_kv_head(p) <= kRows) return 0;
-    return (p.keys + 1) / 2 * p.value_dim * static_cast<int64_t>(sizeof(BFloat16Pair));
-  }
-  static void prepare(const Problem<float>& p, const RowTile<1>& tile, void* prepared) {
-    interleave_values(tile.stored_keys_of_head<BFloat16>(p.value), p.value.row_stride, p.keys,
-                      p.value_dim, static_cast<BFloat16Pair*>(prepared));
-  }
+  /// Of a key/value head: nothing is.
+  static int64_t prepared_bytes(const Problem<float>&) { return 0; }
+  static void prepare(const Problem<float>&, const RowTile<1>&, void*) {}
 
   static int64_t own_bytes(const Problem<float>& p) {
     return column_pairs(p.head_dim, kRows) * static_cast<int64_t>(sizeof(BFloat16Pair));
@@ -53,17 +72,47 @@ class BFloat16Source
     return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
 
-  BFloat16Source(const ForwardParams<float>& params, const RowTile<kRows>& tile, void* own,
-                 void* block)
+  /// V of the keys that tiles take in turn, in pairs of keys.
+  class Turn {
+   public:
+    static int64_t bytes(const Problem<float>& p, int64_t keys) {
+      return (keys + 1) / 2 * p.value_dim * static_cast<int64_t>(sizeof(BFloat16Pair));
+    }
+
+    Turn(const Problem<float>& p, void* memory)
+        : p_(p), values_(static_cast<BFloat16Pair*>(memory)) {}
+
+    void load(const RowTile<kRows>& tile, KeyRange keys) {
+      keys_ = keys;
+      const int64_t row = p_.value.row_stride;
+      interleave_values(tile.stored_keys_of_head<BFloat16>(p_.value) + keys.begin * row, row,
+                        keys.end - keys.begin, p_.value_dim, values_);
+    }
+
+    /// first_key is even; an odd number of keys needs a zero after them.
+    bool has(int64_t first_key, int keys) const {
+      const int64_t end = first_key + keys;
+      return keys_.begin <= first_key && end <= keys_.end && (keys % 2 == 0 || end == keys_.end);
+    }
+    const BFloat16Pair* values(int64_t first_key) const {
+      return values_ + (first_key - keys_.begin) / 2 * p_.value_dim;
+    }
+
+   private:
+    const Problem<float>& p_;
+    BFloat16Pair* values_;
+    KeyRange keys_{0, 0};
+  };
+
+  BFloat16Source(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn& turn,
+                 void* own, void* block)
       : p_(params.problem),
+        turn_(turn),
         keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
         query_t_(static_cast<BFloat16Pair*>(own)),
         weights_(static_cast<BFloat16Pair*>(block)),
         block_values_(weights_ + kForwardBlockKeys / 2 * kRows) {
-    if (prepared_bytes(p_) > 0) {
-      prepared_ = static_cast<BFloat16Pair*>(prepared_of_head<BFloat16Source>(params, tile));
-    }
     pack_columns_in_pairs(tile, p_.query, p_.head_dim, query_t_);
   }
 
@@ -85,10 +134,9 @@ class BFloat16Source
     const int64_t row = p_.value.row_stride;
     const BFloat16* values = values_ + first_key * row;
     const bool poisoned = bits != nullptr && !all_finite<float>(values, row, keys, p_.value_dim);
-    const bool whole = keys % 2 == 0 || first_key + keys == p_.keys;
     const BFloat16Pair* pairs = block_values_;
-    if (prepared_ != nullptr && whole && !poisoned) {
-      pairs = prepared_ + first_key / 2 * p_.value_dim;
+    if (turn_.has(first_key, keys) && !poisoned) {
+      pairs = turn_.values(first_key);
     } else {
       interleave_values(values, row, keys, p_.value_dim, block_values_);
       if (poisoned) set_non_finite_to_zero(keys);
@@ -150,12 +198,12 @@ class BFloat16Source
   }
 
   const Problem<float>& p_;
+  const Turn& turn_;
   const BFloat16* keys_;
   const BFloat16* values_;
-  const BFloat16Pair* prepared_ = nullptr;  // [keys / 2][Dv] of this head
-  BFloat16Pair* query_t_;                   // [D / 2][rows]
-  BFloat16Pair* weights_;                   // [keys / 2][rows], of a block
-  BFloat16Pair* block_values_;              // [keys / 2][Dv], of a block
+  BFloat16Pair* query_t_;       // [D / 2][rows]
+  BFloat16Pair* weights_;       // [keys / 2][rows], of a block
+  BFloat16Pair* block_values_;  // [keys / 2][Dv], of a block
 };
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -15,6 +15,8 @@ template <class T>
 struct Rows {
   const T* first;
   int64_t stride;
+
+  Rows from(int64_t row) const { return {first + row * stride, stride}; }
 };
 
 template <class T>

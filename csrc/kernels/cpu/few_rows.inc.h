@@ -14,8 +14,8 @@
 //     S[k][r] = <K_k, Q_r>          a sum over lanes for each key and row
 //     O_r += P[k][r] · V_k          O in registers
 //
-// and K and V may be stored in 16 bits. The scores between the two products lie as everywhere else,
-// so that masks, softcap, ALiBi and dropout are the same code.
+// and Q, K and V may be stored in 16 bits. The scores between the two products lie as everywhere
+// else, so that masks, softcap, ALiBi and dropout are the same code.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -47,15 +47,30 @@ struct NextRows {
   }
 };
 
+/// A vector of the terms of a score: keys of 16 bits are converted, queries have the scale in them.
+template <class T, class Stored>
+struct TermsOfNumbers {
+  using Query = T;
+  using Factor = typename Simd<T>::Number;
+  static constexpr int kColumns = Simd<T>::kWidth;
+  static constexpr bool kScales = true;  // queries, before they are multiplied
+
+  static QKV_INLINE Factor query(const Query* x) { return Simd<T>::load(x); }
+  static QKV_INLINE Factor key(const Stored* x) { return load_stored<T>(x); }
+  static QKV_INLINE Factor add(Factor key, Factor query, Factor sum) {
+    return Simd<T>::fma(key, query, sum);
+  }
+};
+
 /// scores[k][r] = <key_k, query_r>; query is [r][width rounded up to vectors]. Of several rows as
 /// many products at a time as a vector has lanes: their sums over lanes are one vector in the end.
-template <class T, class Stored, int kRows>
+template <class Terms, class T, class Stored, int kRows>
 inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int64_t key_row,
-                                 const T* query, int64_t query_row, T* scores,
-                                 const NextRows<Stored>& next) {
+                                 const typename Terms::Query* query, int64_t query_row, T scale,
+                                 T* scores, int64_t score_row, const NextRows<Stored>& next) {
   using S = Simd<T>;
   constexpr int kKeys = kRows == 1 ? 1 : S::kWidth / kRows;
-  const int64_t whole = width / S::kWidth * S::kWidth;
+  const int64_t whole = width / Terms::kColumns * Terms::kColumns;
   for (int first = 0; first < keys; first += kKeys) {
     const int count = keys - first < kKeys ? keys - first : kKeys;
     const Stored* row[kKeys];  // of the last key again where there is none
@@ -63,14 +78,15 @@ inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int
     for (int k = 0; k < count; ++k) next.fetch(first + k);
     typename S::Number sum[kKeys * kRows];
     for (auto& s : sum) s = S::zero();
-    for (int64_t d = 0; d < whole; d += S::kWidth) {
-      typename S::Number q[kRows];
-      for (int r = 0; r < kRows; ++r) q[r] = S::load(query + r * query_row + d);
+    for (int64_t d = 0; d < whole; d += Terms::kColumns) {
+      typename Terms::Factor q[kRows];
+      for (int r = 0; r < kRows; ++r) q[r] = Terms::query(query + r * query_row + d);
 #pragma GCC unroll 4
       for (int k = 0; k < kKeys; ++k) {
-        const auto x = load_stored<T>(row[k] + d);
+        const auto x = Terms::key(row[k] + d);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) sum[k * kRows + r] = S::fma(x, q[r], sum[k * kRows + r]);
+        for (int r = 0; r < kRows; ++r)
+          sum[k * kRows + r] = Terms::add(x, q[r], sum[k * kRows + r]);
       }
     }
     alignas(64) T total[S::kWidth];
@@ -81,11 +97,11 @@ inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int
     }
     for (int k = 0; k < count; ++k) {
       for (int r = 0; r < kRows; ++r) {
-        T& score = scores[(first + k) * S::kWidth + r];
-        score = total[k * kRows + r];
+        T score = total[k * kRows + r];
         for (int64_t d = whole; d < width; ++d) {
-          score += static_cast<T>(row[k][d]) * query[r * query_row + d];
+          score += static_cast<T>(row[k][d]) * static_cast<T>(query[r * query_row + d]);
         }
+        scores[(first + k) * score_row + r] = Terms::kScales ? score : scale * score;
       }
     }
   }
@@ -93,8 +109,8 @@ inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int
 
 /// out_r[d] += sum over keys of weights[k][r] · value_k[d], for kVectors vectors of d.
 template <class T, class Stored, int kRows, int kVectors>
-inline void add_values(int keys, const Stored* value, int64_t value_row, const T* weights, T* out,
-                       int64_t out_row, const NextRows<Stored>& next) {
+inline void add_values(int keys, const Stored* value, int64_t value_row, const T* weights,
+                       int64_t weight_row, T* out, int64_t out_row, const NextRows<Stored>& next) {
   using S = Simd<T>;
   typename S::Number sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
@@ -106,7 +122,7 @@ inline void add_values(int keys, const Stored* value, int64_t value_row, const T
     typename S::Number x[kVectors];
     for (int v = 0; v < kVectors; ++v) x[v] = load_stored<T>(row + v * S::kWidth);
     for (int r = 0; r < kRows; ++r) {
-      const auto weight = S::set(weights[k * S::kWidth + r]);
+      const auto weight = S::set(weights[k * weight_row + r]);
       for (int v = 0; v < kVectors; ++v) sum[r][v] = S::fma(weight, x[v], sum[r][v]);
     }
   }
@@ -117,22 +133,25 @@ inline void add_values(int keys, const Stored* value, int64_t value_row, const T
 
 template <class T, class Stored, int kRows>
 inline void values_of_few_rows(int keys, int64_t width, const Stored* value, int64_t value_row,
-                               const T* weights, T* out, int64_t out_row, NextRows<Stored> next) {
+                               const T* weights, int64_t weight_row, T* out, int64_t out_row,
+                               NextRows<Stored> next) {
   using S = Simd<T>;
   int64_t d = 0;
   for (; d + 4 * S::kWidth <= width; d += 4 * S::kWidth) {
-    add_values<T, Stored, kRows, 4>(keys, value + d, value_row, weights, out + d, out_row, next);
+    add_values<T, Stored, kRows, 4>(keys, value + d, value_row, weights, weight_row, out + d,
+                                    out_row, next);
     next.count = 0;
   }
   for (; d + S::kWidth <= width; d += S::kWidth) {
-    add_values<T, Stored, kRows, 1>(keys, value + d, value_row, weights, out + d, out_row, next);
+    add_values<T, Stored, kRows, 1>(keys, value + d, value_row, weights, weight_row, out + d,
+                                    out_row, next);
     next.count = 0;
   }
   for (; d < width; ++d) {
     for (int r = 0; r < kRows; ++r) {
       T& sum = out[r * out_row + d];
       for (int k = 0; k < keys; ++k) {
-        sum += weights[k * S::kWidth + r] * static_cast<T>(value[k * value_row + d]);
+        sum += weights[k * weight_row + r] * static_cast<T>(value[k * value_row + d]);
       }
     }
   }
@@ -155,34 +174,80 @@ inline void kept_values_of_few_rows(int keys, int64_t width, const Stored* value
   }
 }
 
-/// The keys of `range` for all rows of one head, kRows of them or fewer, to partial[row].
-template <class T, class Stored, int kRows>
+/// Lane l, and l + kRows, ..: f over the same lanes of x.
+template <class T, int kRows, class F>
+inline typename Simd<T>::Number fold_lanes(typename Simd<T>::Number x, F f) {
+  constexpr int kWidth = Simd<T>::kWidth;
+  alignas(64) T lane[kWidth];
+  Simd<T>::store(lane, x);
+  for (int l = kRows; l < kWidth; ++l) lane[l % kRows] = f(lane[l % kRows], lane[l]);
+  for (int l = kRows; l < kWidth; ++l) lane[l] = lane[l % kRows];
+  return Simd<T>::load(lane);
+}
+
+/// The maxima of dense scores[key][kRows], -inf after the last up to a whole vector.
+template <class T, int kRows>
+inline typename Simd<T>::Number max_of_dense(int keys, T* scores) {
+  using S = Simd<T>;
+  for (int x = keys * kRows; x % S::kWidth != 0; ++x) scores[x] = -static_cast<T>(__builtin_inff());
+  auto max = S::load(scores);
+  for (int x = S::kWidth; x < keys * kRows; x += S::kWidth) {
+    max = S::maximum(max, S::load(scores + x));
+  }
+  return fold_lanes<T, kRows>(max, [](T a, T b) { return a > b ? a : b; });
+}
+
+/// Weights where dense scores[key][kRows] were; returns their sums.
+template <class T, int kRows>
+inline typename Simd<T>::Number weigh_dense(int keys, T* scores, typename Simd<T>::Number shift) {
+  using S = Simd<T>;
+  const auto of_lane = fold_lanes<T, kRows>(shift, [](T a, T) { return a; });
+  auto sum = S::zero();
+  for (int x = 0; x < keys * kRows; x += S::kWidth) {
+    const auto weight = VectorMath<T>::exp(S::load(scores + x) - of_lane);
+    sum = sum + weight;
+    S::store(scores + x, weight);
+  }
+  return fold_lanes<T, kRows>(sum, [](T a, T b) { return a + b; });
+}
+
+/// The keys of `range` for all rows of one head, kRows of them or fewer, to partial[row]. Scores
+/// are dense, [key][kRows], if nothing happens to them, else [key][lanes] as everywhere.
+template <class Terms, class T, class Stored, int kRows>
 inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWidth>& tile,
                      KeyRange range, T* partial, T* scratch) {
   using S = Simd<T>;
   using Math = VectorMath<T>;
+  using Query = typename Terms::Query;
   const Problem<T>& p = params.problem;
   const auto width_of = [](int64_t width) {
     return (width + S::kWidth - 1) / S::kWidth * S::kWidth;
   };
   const int64_t query_row = width_of(p.head_dim), out_row = width_of(p.value_dim);
-  T* query = scratch;
-  T* out = query + kRows * query_row;
+  T* out = scratch;
   T* scores = out + kRows * out_row;
   T* bias = scores + kFewRowsBlockKeys * S::kWidth;
-  MaskTile<T, S::kWidth> mask{reinterpret_cast<uint8_t*>(bias + kFewRowsBlockKeys * S::kWidth),
-                              bias};
+  Query* query = reinterpret_cast<Query*>(bias + kFewRowsBlockKeys * S::kWidth);
+  MaskTile<T, S::kWidth> mask{reinterpret_cast<uint8_t*>(query + kRows * query_row), bias};
   uint8_t* stays = mask.bits + kFewRowsBlockKeys / 8 * S::kWidth;
   AlibiTile<T, 1> alibi;
   alibi.load(p, tile);
-  for (int64_t x = 0; x < kRows * (query_row + out_row); ++x) query[x] = T(0);
+  for (int64_t x = 0; x < kRows * out_row; ++x) out[x] = T(0);
+  for (int64_t x = 0; x < kRows * query_row; ++x) query[x] = Query{};
   for (int r = 0; r < tile.rows; ++r) {
-    const T* from = tile.row(p.query, r);
-    for (int64_t d = 0; d < p.head_dim; ++d) query[r * query_row + d] = p.scale * from[d];
+    const Stored* from = tile.template stored_row<Stored>(p.query, r);
+    for (int64_t d = 0; d < p.head_dim; ++d) {
+      if constexpr (Terms::kScales) {
+        query[r * query_row + d] = p.scale * static_cast<T>(from[d]);
+      } else {
+        query[r * query_row + d] = from[d];
+      }
+    }
   }
-  set_to_zero(scores, kFewRowsBlockKeys * S::kWidth);  // lanes without a row stay 0
+  set_to_zero(scores, kFewRowsBlockKeys * S::kWidth);  // lanes without a row are 0, or what was
   const Stored* keys = tile.template stored_keys_of_head<Stored>(p.key);
   const Stored* values = tile.template stored_keys_of_head<Stored>(p.value);
+  const bool drops = p.dropout.threshold != 0;
 
   OnlineSoftmax<Math> softmax;
   softmax.clear();
@@ -191,13 +256,19 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
         range.end - n < kFewRowsBlockKeys ? static_cast<int>(range.end - n) : kFewRowsBlockKeys;
     const TileState state = mask.load(p, tile, n, block);
     if (state == TileState::kEmpty) continue;
-    const Stored* block_values = values + n * p.value.row_stride;
-    products_of_few_rows<T, Stored, kRows>(
-        block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, query_row, scores,
-        NextRows<Stored>{block_values, p.value.row_stride, p.value_dim, block});
     const ScoreRows<T, 1, S::kWidth> block_scores(p, mask, alibi, n, 0, 0, state);
+    const bool dense = !drops && !block_scores.changes();
+    const int64_t score_row = dense ? kRows : S::kWidth;
+    const Stored* block_values = values + n * p.value.row_stride;
+    products_of_few_rows<Terms, T, Stored, kRows>(
+        block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, query_row, p.scale,
+        scores, score_row, NextRows<Stored>{block_values, p.value.row_stride, p.value_dim, block});
     typename S::Number block_max[1];
-    block_scores.change(block, scores, block_max);
+    if (dense) {
+      block_max[0] = max_of_dense<T, kRows>(block, scores);
+    } else {
+      block_scores.change(block, scores, block_max);
+    }
 
     if (S::any_greater(block_max[0], softmax.max)) {
       alignas(64) T correction[S::kWidth];
@@ -207,12 +278,15 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
       }
     }
     const auto shift = softmax.shift();
-    const bool drops = p.dropout.threshold != 0;
-    if (drops) load_dropout<S::kWidth>(p.dropout, tile, n, block, stays);
-    for (int k = 0; k < block; ++k) {
-      T* s = scores + k * S::kWidth;
-      const auto weight = softmax.weight(S::load(s), shift);
-      S::store(s, drops ? undropped<T, S::kWidth>(stays, k, 0, weight) : weight);
+    if (dense) {
+      softmax.sum = softmax.sum + weigh_dense<T, kRows>(block, scores, shift);
+    } else {
+      if (drops) load_dropout<S::kWidth>(p.dropout, tile, n, block, stays);
+      for (int k = 0; k < block; ++k) {
+        T* s = scores + k * S::kWidth;
+        const auto weight = softmax.weight(S::load(s), shift);
+        S::store(s, drops ? undropped<T, S::kWidth>(stays, k, 0, weight) : weight);
+      }
     }
     if (state == TileState::kPartial &&
         !all_finite<T>(block_values, p.value.row_stride, block, p.value_dim)) {
@@ -221,7 +295,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     } else {
       const int64_t after = n + block, left = range.end - after;
       values_of_few_rows<T, Stored, kRows>(
-          block, p.value_dim, block_values, p.value.row_stride, scores, out, out_row,
+          block, p.value_dim, block_values, p.value.row_stride, scores, score_row, out, out_row,
           NextRows<Stored>{keys + after * p.key.row_stride, p.key.row_stride, p.head_dim,
                            static_cast<int>(left < block ? left : block)});
     }
@@ -238,11 +312,11 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   }
 }
 
-template <class T, class Stored>
+template <class Terms, class T, class Stored>
 inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWidth>& tile,
                      KeyRange range, T* partial, T* scratch) {
-  if (tile.rows == 1) return few_rows<T, Stored, 1>(params, tile, range, partial, scratch);
-  return few_rows<T, Stored, kFewRows<T>>(params, tile, range, partial, scratch);
+  if (tile.rows == 1) return few_rows<Terms, T, Stored, 1>(params, tile, range, partial, scratch);
+  return few_rows<Terms, T, Stored, kFewRows<T>>(params, tile, range, partial, scratch);
 }
 
 }  // namespace qkv::kernels::QKV_ISA

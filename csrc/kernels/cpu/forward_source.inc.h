@@ -1,13 +1,14 @@
 #pragma once
 
 #include "kernels/cpu/block_rows.inc.h"
+#include "kernels/cpu/few_rows.inc.h"
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 #include "kernels/cpu/weights_in_place.inc.h"
 
-// The products of a forward tile in the numbers that the query is stored in. K and V are read where
-// they lie, or, if they are stored in 16 bits, converted block by block:
+// The products of a forward tile in float32 or float64. K and V are read where they lie; those
+// stored in 16 bits are converted block by block, or once for all tiles that take turns:
 //
 //     S[keys][rows] = K · (scale · Qᵀ)        Oᵀ[Dv][rows] += Vᵀ · P
 
@@ -25,9 +26,12 @@ class ForwardSource
   static constexpr bool kRoundsWeights = false;
   static constexpr bool kTakesFewRows = true;
 
-  /// Each tile for itself. With more tiles than these a copy of them in float32 is cheaper.
-  static bool reads_16_bits(const Problem<T>& p) {
-    return sizeof(T) == 4 && rows_of_kv_head(p) <= 4 * kRows;
+  static constexpr int64_t kBytesOfNumber = sizeof(T);  // as K and V are multiplied
+
+  /// f(a number as stored, the terms of a score of few rows)
+  template <class F>
+  static void with_terms(Storage storage, F f) {
+    with_stored<T>(storage, [&](auto stored) { f(stored, TermsOfNumbers<T, decltype(stored)>{}); });
   }
 
   static int64_t out_rows(const Problem<T>& p) { return p.value_dim; }
@@ -44,17 +48,54 @@ class ForwardSource
     return kForwardBlockKeys * spread_row<T>(widest) * static_cast<int64_t>(sizeof(T));
   }
 
-  ForwardSource(const ForwardParams<T>& params, const RowTile<kRows>& tile, void* own, void* block)
+  /// K and V of the keys that tiles take in turn, if stored in 16 bits: converted once for all.
+  class Turn {
+   public:
+    /// Of so many keys, 0 if they are read where they lie.
+    static int64_t bytes(const Problem<T>& p, int64_t keys) {
+      if (p.key_value_storage == Storage::kSame) return 0;
+      const int64_t row = spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim);
+      return keys * row * static_cast<int64_t>(sizeof(T));
+    }
+
+    Turn(const Problem<T>& p, void* memory) : p_(p), memory_(static_cast<T*>(memory)) {}
+
+    void load(const RowTile<kRows>& tile, KeyRange keys) {
+      const int64_t count = keys.end - keys.begin;
+      const Storage storage = p_.key_value_storage;
+      keys_ = keys;
+      key_ = rows_of_block(tile, p_.key, storage, keys.begin, count, p_.head_dim, memory_);
+      value_ = rows_of_block(tile, p_.value, storage, keys.begin, count, p_.value_dim,
+                             memory_ + count * spread_row<T>(p_.head_dim));
+    }
+
+    bool has(int64_t first_key, int keys) const {
+      return keys_.begin <= first_key && first_key + keys <= keys_.end;
+    }
+    Rows<T> key(int64_t first_key) const { return key_.from(first_key - keys_.begin); }
+    Rows<T> value(int64_t first_key) const { return value_.from(first_key - keys_.begin); }
+
+   private:
+    const Problem<T>& p_;
+    T* memory_;
+    KeyRange keys_{0, 0};
+    Rows<T> key_{}, value_{};
+  };
+
+  ForwardSource(const ForwardParams<T>& params, const RowTile<kRows>& tile, const Turn& turn,
+                void* own, void* block)
       : p_(params.problem),
         tile_(tile),
+        turn_(turn),
         query_t_(static_cast<T*>(own)),
         block_(static_cast<T*>(block)) {
-    tile.pack_transposed(p_.query, p_.head_dim, p_.scale, query_t_);
+    tile.pack_transposed(p_.query, p_.head_dim, p_.scale, query_t_, p_.key_value_storage);
   }
 
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) const {
-    const Rows<T> k = rows_of(p_.key, first_key, keys, p_.head_dim);
+    const Rows<T> k = turn_.has(first_key, keys) ? turn_.key(first_key)
+                                                 : rows_of(p_.key, first_key, keys, p_.head_dim);
     multiply<T, kVectors>(keys, p_.head_dim, k.first, k.stride, UnitStride{}, query_t_ + first_row,
                           kRows, finish);
   }
@@ -63,8 +104,10 @@ class ForwardSource
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int, const T* weights, const uint8_t* bits,
                   T* out_t) const {
-    const Rows<T> v = spread_rows<T>(rows_of(p_.value, first_key, keys, p_.value_dim), keys,
-                                     p_.value_dim, block_);
+    const Rows<T> stored = turn_.has(first_key, keys)
+                               ? turn_.value(first_key)
+                               : rows_of(p_.value, first_key, keys, p_.value_dim);
+    const Rows<T> v = spread_rows<T>(stored, keys, p_.value_dim, block_);
     if (bits != nullptr && !all_finite<T>(v.first, v.stride, keys, p_.value_dim)) {
       multiply_add_kept_keys<T, kVectors, kRows>(keys, p_.value_dim, v.first, v.stride, weights,
                                                  bits, out_t);
@@ -81,6 +124,7 @@ class ForwardSource
 
   const Problem<T>& p_;
   const RowTile<kRows>& tile_;
+  const Turn& turn_;
   T* query_t_;  // [D][rows], scale folded in
   T* block_;    // of keys or values, converted or spread
 };

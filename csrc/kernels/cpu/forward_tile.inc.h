@@ -42,6 +42,18 @@ namespace qkv::kernels::QKV_ISA {
 constexpr int kForwardBlockKeys = 128;
 constexpr int kEdgeKeys = 16;
 
+/// For a source whose tiles that take turns share nothing but what is prepared.
+struct NothingInTurn {
+  template <class T>
+  static int64_t bytes(const Problem<T>&, int64_t) {
+    return 0;
+  }
+  template <class T>
+  NothingInTurn(const Problem<T>&, void*) {}
+  template <int kRows>
+  void load(const RowTile<kRows>&, KeyRange) {}
+};
+
 template <class Source>
 class ForwardTile {
  public:
@@ -64,8 +76,8 @@ class ForwardTile {
   static constexpr int64_t kBitBytes = 2 * kForwardBlockKeys / 8 * kRows;
 
   /// Of the keys of `split`, those that some row sees.
-  ForwardTile(const ForwardParams<T>& params, const Tile& tile, KeyRange split, void* own,
-              void* block)
+  ForwardTile(const ForwardParams<T>& params, const Tile& tile, KeyRange split,
+              const typename Source::Turn& turn, void* own, void* block)
       : params_(params),
         p_(params.problem),
         tile_(tile),
@@ -74,7 +86,7 @@ class ForwardTile {
         mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * kForwardBlockKeys * kRows),
               scores_ + kForwardBlockKeys * kRows},
         stays_(mask_.bits + kForwardBlockKeys / 8 * kRows),
-        source_(params, tile, out_t_ + Source::out_rows(p_) * kRows, mask_.bits + kBitBytes),
+        source_(params, tile, turn, out_t_ + Source::out_rows(p_) * kRows, mask_.bits + kBitBytes),
         any_(keys_of_any(p_.band, tile.first_query(), tile.last_query(), p_.keys)
                  .intersection(split)),
         all_(keys_of_all(p_.band, tile.first_query(), tile.last_query(), p_.keys)),
@@ -84,6 +96,11 @@ class ForwardTile {
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
     set_to_zero(out_t_, Source::out_rows(p_) * kRows);
     for (auto& s : softmax_) s.clear();
+  }
+
+  /// What run_until(end_of_keys) takes in, but for what its last block has after end_of_keys.
+  KeyRange next_keys(int64_t end_of_keys) const {
+    return KeyRange{next_key_, any_.end}.intersection({0, end_of_keys});
   }
 
   /// Takes in the next blocks of keys, up to the first that begins at `end_of_keys` or after it.

@@ -15,8 +15,6 @@ struct ForwardKernels {
   int64_t (*forward_scratch_bytes)(const ForwardParams<T>&, int64_t in_turn);
   int64_t (*forward_partial_size)(const ForwardParams<T>&);
   int64_t (*forward_prepared_bytes)(const ForwardParams<T>&);
-  /// Whether the kernel for a problem of these sizes reads key and value in 16 bits.
-  bool (*forward_reads_16_bits)(const Problem<T>&);
   void (*prepare_forward)(const ForwardParams<T>&, int64_t head);
   void (*forward)(const ForwardParams<T>&, int64_t in_turn, int64_t unit, void* scratch);
   void (*merge_forward)(const ForwardParams<T>&, int64_t head);
@@ -71,6 +69,7 @@ struct BFloat16Kernels : Kernels {
   bool (*takes)(const Problem<float>&);
 };
 
+using BFloat16ForwardKernels = BFloat16Kernels<ForwardKernels<float>>;
 using BFloat16BackwardKernels = BFloat16Kernels<BackwardKernels<float>>;
 using BFloat16TangentKernels = BFloat16Kernels<TangentKernels<float>>;
 
@@ -78,10 +77,10 @@ struct CpuKernelTable {
   const char* isa;
   const CpuKernels<float>& float32;
   const CpuKernels<double>& float64;
-  /// Reads query, key and value in bfloat16, or nullptr where that has no instructions of its own.
-  const ForwardKernels<float>* bfloat16;
-  const BFloat16BackwardKernels* bfloat16_backward;  // or nullptr
-  const BFloat16TangentKernels* bfloat16_tangents;   // or nullptr
+  // Or nullptr where bfloat16 has no instructions of its own.
+  const BFloat16ForwardKernels* bfloat16_forward;
+  const BFloat16BackwardKernels* bfloat16_backward;
+  const BFloat16TangentKernels* bfloat16_tangents;
 };
 
 namespace generic {

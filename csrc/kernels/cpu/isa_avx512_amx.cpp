@@ -12,13 +12,17 @@
 
 namespace qkv::kernels::avx512_amx {
 
-constexpr ForwardKernels<float> bfloat16_kernels = make_forward_kernels<AmxSource>();
+constexpr BFloat16ForwardKernels bfloat16_forward_kernels = {make_forward_kernels<AmxSource>(),
+                                                             multiplies_in_bfloat16};
 constexpr BFloat16BackwardKernels bfloat16_backward_kernels = make_amx_backward_kernels();
 constexpr BFloat16TangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<AmxProducts>(),
                                                              amx_backward_takes};
 
-extern const CpuKernelTable table = {
-    "avx512_amx",      avx512::float32_kernels,    avx512::float64_kernels,
-    &bfloat16_kernels, &bfloat16_backward_kernels, &bfloat16_tangent_kernels};
+extern const CpuKernelTable table = {"avx512_amx",
+                                     avx512::float32_kernels,
+                                     avx512::float64_kernels,
+                                     &bfloat16_forward_kernels,
+                                     &bfloat16_backward_kernels,
+                                     &bfloat16_tangent_kernels};
 
 }  // namespace qkv::kernels::avx512_amx

@@ -14,14 +14,18 @@ namespace qkv::kernels::avx512_bf16 {
 
 inline bool takes_all(const Problem<float>&) { return true; }
 
-constexpr ForwardKernels<float> bfloat16_kernels = make_forward_kernels<BFloat16Source>();
+constexpr BFloat16ForwardKernels bfloat16_forward_kernels = {make_forward_kernels<BFloat16Source>(),
+                                                             BFloat16Source::takes};
 constexpr BFloat16BackwardKernels bfloat16_backward_kernels = {make_backward_kernels<InPairs>(),
                                                                takes_all};
 constexpr BFloat16TangentKernels bfloat16_tangent_kernels = {
     make_tangent_kernels<VectorProducts<InPairs>>(), takes_all};
 
-extern const CpuKernelTable table = {
-    "avx512_bf16",     avx512::float32_kernels,    avx512::float64_kernels,
-    &bfloat16_kernels, &bfloat16_backward_kernels, &bfloat16_tangent_kernels};
+extern const CpuKernelTable table = {"avx512_bf16",
+                                     avx512::float32_kernels,
+                                     avx512::float64_kernels,
+                                     &bfloat16_forward_kernels,
+                                     &bfloat16_backward_kernels,
+                                     &bfloat16_tangent_kernels};
 
 }  // namespace qkv::kernels::avx512_bf16
