@@ -203,3 +203,16 @@ def test_derivatives_of_heads_apart_or_together(dtype):
             assert torch.equal(apart, together) and apart.abs().sum() > 0
     finally:
         torch.set_num_threads(threads)
+
+
+def test_common_part_of_values_moves_nothing():
+    """Whatever the rounding of weights: they still add up to a constant."""
+    torch.manual_seed(0)
+    query, key, query_t, key_t = (torch.randn(1, 2, 300, 16).bfloat16() for _ in range(4))
+    value = torch.full_like(key, 64.0)
+
+    def attend(query, key):
+        return qkv.attention(query, key, value, is_causal=True)
+
+    out_t = torch.func.jvp(attend, (query, key), (query_t, key_t))[1]
+    assert out_t.abs().max() < 2e-4

@@ -62,6 +62,7 @@ class AmxProducts {
   using Number = float;
   static constexpr int kRows = kBackwardVectors * Simd<float>::kWidth;
   static constexpr bool kScalesScores = false;
+  static constexpr bool kRoundsTiles = false;
   static constexpr bool kOwnsMaskGradient = false;
 
   static int64_t first_key(int64_t begin) { return begin / kSquare * kSquare; }

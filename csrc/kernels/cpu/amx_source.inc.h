@@ -193,8 +193,9 @@ class AmxSource {
         const BFloat16Pair pair = pairs[k / 2 * kRows + r];
         return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
       };
-      add_non_finite<kVectors, kRows>(p_, keys, values_ + first_key * p_.value.row_stride, weight,
-                                      bits, out_t);
+      const int64_t stride = p_.value.row_stride;
+      add_non_finite<kVectors, kRows>(keys, p_.value_dim, values_ + first_key * stride, stride,
+                                      weight, bits, out_t);
       return;
     }
   }

@@ -67,9 +67,9 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
 }
 
 /// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of b and c are whole vectors.
-template <class T, int kRows>
+template <class T, int kRows, class Sum>
 inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t width,
-                              T* c) {
+                              Sum* c) {
   using S = Simd<T>;
   const auto columns = [&](auto vectors, auto broadcast, int64_t d) __attribute__((always_inline)) {
     multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b + d, width, c + d,

@@ -10,6 +10,9 @@
 //     lse' = rowsum(P ∘ S') + W ∘ sink'
 //     O'   = (R ∘ P ∘ S') V + (R ∘ P) V' - lse' ∘ O
 //
+// If P ∘ S' is rounded before it is multiplied, what it adds up to then takes the place of its sum
+// before O: what all values have in common still moves nothing.
+//
 //              rows (lanes) ->                         for each block of keys:
 //     P     keys [ ............ ]                       lse'  += columns' sums of P ∘ S'
 //     P ∘ S' keys [ ............ ]  over S'             O'ᵀ   += Vᵀ · (R ∘ P ∘ S') + V'ᵀ · (R ∘ P)
@@ -79,6 +82,8 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
   T* out_t = work.end_of_scratch;  // [Dv][rows], without - lse' ∘ O
   set_to_zero(out_t, Products::sum_rows(p.value_dim) * Work::kRows);
   alignas(64) T lse_t[Work::kRows] = {};
+  alignas(64) T rounded[Work::kRows] = {};  // sums of P ∘ S' as multiplied
+  const bool rounds = Products::kRoundsTiles && p.dropout.threshold == 0 && work.scores_move();
 
   const auto weigh = [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
       __attribute__((always_inline)) {
@@ -99,23 +104,30 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
       const TileState state = work.load_block(n, block);
       if (state == TileState::kEmpty) continue;
       work.for_each_pair(state, block, weigh);
-      if (work.scores_move()) work.products.add_to_rows(kValue, work.scores_t, out_t);
+      if constexpr (Products::kRoundsTiles) {
+        if (work.scores_move()) work.products.add_to_rows(kValue, work.scores_t, out_t, rounded);
+      } else {
+        if (work.scores_move()) work.products.add_to_rows(kValue, work.scores_t, out_t);
+      }
       if (along.value.data != nullptr) work.products.add_to_rows(kValueT, work.p_tile, out_t);
     }
   }
 
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t scalar = tile.scalar(p, r);
+    T of_out = rounds ? rounded[r] : lse_t[r];
     if (along.sinks.data != nullptr) {
       const T weight =
           sink_weight(tile.number_of_head(p.sinks, r), params.lse[scalar], params.lse_rest[scalar]);
-      lse_t[r] += weight * tile.number_of_head(along.sinks, r);
+      const T moved = weight * tile.number_of_head(along.sinks, r);
+      lse_t[r] += moved;
+      of_out += moved;
     }
     params.lse_t[scalar] = lse_t[r];
     const T* out = tile.row(params.out, r);
     T* to = tile.row(params.out_t, r);
     for (int64_t d = 0; d < p.value_dim; ++d) {
-      to[d * params.out_t.column_stride] = out_t[d * Work::kRows + r] - lse_t[r] * out[d];
+      to[d * params.out_t.column_stride] = out_t[d * Work::kRows + r] - of_out * out[d];
     }
   }
 }

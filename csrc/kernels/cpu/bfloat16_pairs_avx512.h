@@ -23,6 +23,8 @@ struct Simd<BFloat16Pair> {
   using Factor = __m512bh;
   static constexpr int kWidth = 16;
   static constexpr int kBroadcastRows = 8;
+  static constexpr int kOuterVectors = 4;
+  static constexpr int kOuterRows = 6;
 
   static QKV_INLINE Number zero() { return _mm512_setzero_ps(); }
   static QKV_INLINE Factor set(BFloat16Pair x) {
@@ -39,10 +41,14 @@ struct Simd<BFloat16Pair> {
   static QKV_INLINE Number fma(Factor a, Factor b, Number sum) {
     return _mm512_dpbf16_ps(sum, a, b);
   }
-  /// (first[l], second[l]), rounded to nearest even.
+  /// first, then second, rounded to nearest even.
+  static QKV_INLINE __m512i halves(Number first, Number second) {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+  }
+  /// (first[l], second[l]), rounded so.
   static QKV_INLINE Factor round(Number first, Number second) {
-    const auto halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
-    return reinterpret_cast<Factor>(_mm512_permutexvar_epi16(interleaved_halves(), halves));
+    return reinterpret_cast<Factor>(
+        _mm512_permutexvar_epi16(interleaved_halves(), halves(first, second)));
   }
 
  private:
@@ -71,6 +77,25 @@ QKV_INLINE __m512i interleaved(const BFloat16* first, const BFloat16* second, in
     return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, x));
   };
   return _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16));
+}
+
+/// to[d] = (first[d], second[d]), whole vectors: zeros from `width` on and where there is nullptr.
+inline void interleave(const BFloat16* first, const BFloat16* second, int64_t width,
+                       BFloat16Pair* to) {
+  const __m512i low = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  // 0, 32, 1, 33, .. and 16, 48, 17, 49, ..
+  const __m512i lower =
+      _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(32)), 16));
+  const __m512i upper = _mm512_add_epi16(lower, _mm512_set1_epi16(16));
+  for (int64_t d = 0; d < width; d += 32) {
+    const auto load = [&](const BFloat16* x) __attribute__((always_inline)) {
+      return x == nullptr ? _mm512_setzero_si512()
+                          : _mm512_maskz_loadu_epi16(first_lanes_of_32(width - d), x + d);
+    };
+    const __m512i a = load(first), b = load(second);
+    _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, lower, b));
+    if (d + 16 < width) _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(a, upper, b));
+  }
 }
 
 }  // namespace qkv::kernels::QKV_ISA

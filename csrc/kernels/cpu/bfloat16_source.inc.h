@@ -68,7 +68,7 @@ class BFloat16Source
     return column_pairs(p.head_dim, kRows) * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
   static int64_t block_bytes(const Problem<float>& p) {
-    const int64_t pairs = kForwardBlockKeys / 2 * (kRows + p.value_dim);
+    const int64_t pairs = kForwardBlockKeys / 2 * (kRows + row_of_pairs(p.value_dim));
     return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
 
@@ -76,7 +76,8 @@ class BFloat16Source
   class Turn {
    public:
     static int64_t bytes(const Problem<float>& p, int64_t keys) {
-      return (keys + 1) / 2 * p.value_dim * static_cast<int64_t>(sizeof(BFloat16Pair));
+      const int64_t pairs = (keys + 1) / 2 * row_of_pairs(p.value_dim);
+      return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
     }
 
     Turn(const Problem<float>& p, void* memory)
@@ -85,8 +86,8 @@ class BFloat16Source
     void load(const RowTile<kRows>& tile, KeyRange keys) {
       keys_ = keys;
       const int64_t row = p_.value.row_stride;
-      interleave_values(tile.stored_keys_of_head<BFloat16>(p_.value) + keys.begin * row, row,
-                        keys.end - keys.begin, p_.value_dim, values_);
+      pack_keys_in_pairs(tile.stored_keys_of_head<BFloat16>(p_.value) + keys.begin * row, row,
+                         keys.end - keys.begin, p_.value_dim, values_);
     }
 
     /// first_key is even; an odd number of keys needs a zero after them.
@@ -95,7 +96,7 @@ class BFloat16Source
       return keys_.begin <= first_key && end <= keys_.end && (keys % 2 == 0 || end == keys_.end);
     }
     const BFloat16Pair* values(int64_t first_key) const {
-      return values_ + (first_key - keys_.begin) / 2 * p_.value_dim;
+      return values_ + (first_key - keys_.begin) / 2 * row_of_pairs(p_.value_dim);
     }
 
    private:
@@ -138,37 +139,26 @@ class BFloat16Source
     if (turn_.has(first_key, keys) && !poisoned) {
       pairs = turn_.values(first_key);
     } else {
-      interleave_values(values, row, keys, p_.value_dim, block_values_);
-      if (poisoned) set_non_finite_to_zero(keys);
+      pack_keys_in_pairs(values, row, keys, p_.value_dim, block_values_);
+      if (poisoned) {
+        set_non_finite_to_zero((keys + 1) / 2 * row_of_pairs(p_.value_dim), block_values_);
+      }
     }
     add_rounded_weights<kVectors>(keys, first_row, weights, out_t + row_of_sums(p_) * kRows);
     tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
-        0, p_.value_dim, (keys + 1) / 2, pairs, UnitStride{}, p_.value_dim, weights_ + first_row,
-        kRows,
+        0, p_.value_dim, (keys + 1) / 2, pairs, UnitStride{}, row_of_pairs(p_.value_dim),
+        weights_ + first_row, kRows,
         [=](int64_t d, int v)
             __attribute__((always_inline)) { return S::load(out_t + d * kRows + v * S::kWidth); },
         [=](int64_t d, int v, S::Number x)
             __attribute__((always_inline)) { S::store(out_t + d * kRows + v * S::kWidth, x); });
     if (poisoned) {
       const auto weight = [weights](int k, int r) { return weights[k * kRows + r]; };
-      add_non_finite<kVectors, kRows>(p_, keys, values, weight, bits, out_t);
+      add_non_finite<kVectors, kRows>(keys, p_.value_dim, values, row, weight, bits, out_t);
     }
   }
 
  private:
-  static void interleave_values(const BFloat16* values, int64_t row, int64_t keys, int64_t width,
-                                BFloat16Pair* to) {
-    for (int64_t k = 0; k < keys; k += 2) {
-      const BFloat16* first = values + k * row;
-      const BFloat16* second = k + 1 < keys ? first + row : nullptr;
-      for (int64_t d = 0; d < width; d += 16) {
-        const auto pairs =
-            interleaved(first + d, second != nullptr ? second + d : nullptr, width - d);
-        _mm512_mask_storeu_epi32(to + k / 2 * width + d, first_lanes(width - d), pairs);
-      }
-    }
-  }
-
   /// Rounded to weights_; their sums are added to `sum`.
   template <int kVectors>
   void add_rounded_weights(int keys, int first_row, const float* weights, float* sum) const {
@@ -187,14 +177,6 @@ class BFloat16Source
       }
     }
     for (int v = 0; v < kVectors; ++v) S::store(sum + v * S::kWidth, total[v]);
-  }
-
-  void set_non_finite_to_zero(int keys) const {
-    for (int64_t x = 0; x < (keys + 1) / 2 * p_.value_dim; ++x) {
-      BFloat16Pair& pair = block_values_[x];
-      if (!is_finite(pair.first)) pair.first = {0};
-      if (!is_finite(pair.second)) pair.second = {0};
-    }
   }
 
   const Problem<float>& p_;

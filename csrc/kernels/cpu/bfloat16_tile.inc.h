@@ -31,6 +31,17 @@ QKV_INLINE const BFloat16Pair* in_pairs(const BFloat16* x) {
   return reinterpret_cast<const BFloat16Pair*>(x);
 }
 
+/// The row of what is below: whole vectors.
+inline int64_t row_of_pairs(int64_t width) { return (width + 15) / 16 * 16; }
+
+/// to[k / 2][d] = (x[k][d], x[k + 1][d]), zeros after an odd number of keys.
+inline void pack_keys_in_pairs(const BFloat16* x, int64_t stride, int64_t keys, int64_t width,
+                               BFloat16Pair* to) {
+  for (int64_t k = 0; k < keys; k += 2, x += 2 * stride, to += row_of_pairs(width)) {
+    interleave(x, k + 1 < keys ? x + stride : nullptr, width, to);
+  }
+}
+
 /// The size of what is below: zeros fill it up to a multiple of 32 columns.
 inline int64_t column_pairs(int64_t width, int64_t rows) { return (width + 31) / 32 * 16 * rows; }
 
@@ -60,14 +71,21 @@ inline void pack_columns_in_pairs(const RowTile<kRows>& tile, const Operand<cons
 
 QKV_INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
 
+inline void set_non_finite_to_zero(int64_t count, BFloat16Pair* pairs) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (!is_finite(pairs[i].first)) pairs[i].first = {0};
+    if (!is_finite(pairs[i].second)) pairs[i].second = {0};
+  }
+}
+
 /// Oᵀ += Vᵀ · P for what is not finite in V, which has been left out of the product: for the pairs
 /// that are kept, or all if bits is nullptr. P is weight(key, row).
 template <int kVectors, int kRows, class Weight>
-inline void add_non_finite(const Problem<float>& p, int keys, const BFloat16* values, Weight weight,
-                           const uint8_t* bits, float* out_t) {
+inline void add_non_finite(int keys, int64_t width, const BFloat16* values, int64_t stride,
+                           Weight weight, const uint8_t* bits, float* out_t) {
   for (int k = 0; k < keys; ++k) {
-    for (int64_t d = 0; d < p.value_dim; ++d) {
-      const BFloat16 x = values[k * p.value.row_stride + d];
+    for (int64_t d = 0; d < width; ++d) {
+      const BFloat16 x = values[k * stride + d];
       if (is_finite(x)) continue;
       for (int r = 0; r < kVectors * Simd<float>::kWidth; ++r) {
         if (bits != nullptr && (bits[k / 8 * kRows + r] >> (k % 8) & 1) == 0) continue;

@@ -7,6 +7,7 @@
 #include "kernels/cpu/avx512_kernels.h"
 #include "kernels/cpu/bfloat16_source.inc.h"
 #include "kernels/cpu/in_pairs.inc.h"
+#include "kernels/cpu/rounded_products.inc.h"
 
 // Only the kernels of bfloat16 differ from those of AVX-512.
 
@@ -19,7 +20,7 @@ constexpr BFloat16ForwardKernels bfloat16_forward_kernels = {make_forward_kernel
 constexpr BFloat16BackwardKernels bfloat16_backward_kernels = {make_backward_kernels<InPairs>(),
                                                                takes_all};
 constexpr BFloat16TangentKernels bfloat16_tangent_kernels = {
-    make_tangent_kernels<VectorProducts<InPairs>>(), takes_all};
+    make_tangent_kernels<RoundedProducts>(), RoundedProducts::takes};
 
 extern const CpuKernelTable table = {"avx512_bf16",
                                      avx512::float32_kernels,

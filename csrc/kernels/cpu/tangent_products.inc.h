@@ -57,6 +57,7 @@ class VectorProducts {
   static constexpr int kVectors = kBackwardVectors;
   static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kScalesScores = Scores::kScales;
+  static constexpr bool kRoundsTiles = false;
   static constexpr bool kOwnsMaskGradient = true;
 
   /// Where blocks begin, of which the first has key `begin`.
@@ -169,7 +170,7 @@ class VectorProducts {
     }
   }
 
- private:
+ protected:
   using Factor = typename Scores::Factor;
   static constexpr int kPieceVectors = kVectors / 2;  // of a product: what registers hold
   static constexpr int kPiece = kPieceVectors * S::kWidth;
@@ -185,6 +186,14 @@ class VectorProducts {
     }
   }
 
+  TangentMatrices<T> m_;
+  const RowTile<kRows>* tile_ = nullptr;
+  TangentBlock block_{};
+  T* rows_[kOfRows]{};  // [rows][width], when they are asked for
+  bool has_rows_[kOfRows]{};
+  bool rows_finite_[kOfRows]{};
+
+ private:
   Storage storage() const { return m_.p.key_value_storage; }
 
   /// The rows of the block.
@@ -209,18 +218,12 @@ class VectorProducts {
     }
   }
 
-  TangentMatrices<T> m_;
-  int64_t numbers_ = 0;  // of scratch
-  const RowTile<kRows>* tile_ = nullptr;
-  TangentBlock block_{};
+  int64_t numbers_ = 0;      // of scratch
   Rows<T> keys_[kOfKeys]{};  // of the block, when they are asked for
   Rows<Factor> lines_[kOfKeys]{};
   T* block_rows_[kOfKeys]{};        // [keys][width], converted or spread
   Factor* block_lines_[kOfKeys]{};  // copied, unless factors are numbers
   Factor* columns_[kOfRows]{};      // [width][rows], of the query scaled if Scores does
-  T* rows_[kOfRows]{};              // [rows][width], when they are asked for
-  bool has_rows_[kOfRows]{};
-  bool rows_finite_[kOfRows]{};
 };
 
 }  // namespace qkv::kernels::QKV_ISA

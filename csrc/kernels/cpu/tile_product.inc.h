@@ -92,17 +92,16 @@ QKV_INLINE void multiply(int64_t rows, int64_t depth, const T* a, RowStride a_ro
 
 /// C += A · B
 template <class T, int kVectors, int kRows = Simd<T>::kBroadcastRows, class RowStride,
-          class StepStride>
+          class StepStride, class Sum>
 QKV_INLINE void multiply_add(int64_t rows, int64_t depth, const T* a, RowStride a_row,
-                             StepStride a_step, const T* b, int64_t b_row, T* c, int64_t c_row) {
+                             StepStride a_step, const T* b, int64_t b_row, Sum* c, int64_t c_row) {
+  using S = Simd<Sum>;
   tile_product<T, kRows, kVectors>(
       0, rows, depth, a, a_row, a_step, b, b_row,
-      [=](int64_t r, int v) __attribute__((always_inline)) {
-        return Simd<T>::load(c + r * c_row + v * Simd<T>::kWidth);
-      },
-      [=](int64_t r, int v, typename Simd<T>::Number x) __attribute__((always_inline)) {
-        Simd<T>::store(c + r * c_row + v * Simd<T>::kWidth, x);
-      });
+      [=](int64_t r, int v)
+          __attribute__((always_inline)) { return S::load(c + r * c_row + v * S::kWidth); },
+      [=](int64_t r, int v, typename S::Number x)
+          __attribute__((always_inline)) { S::store(c + r * c_row + v * S::kWidth, x); });
 }
 
 }  // namespace qkv::kernels::QKV_ISA

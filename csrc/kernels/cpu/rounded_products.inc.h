@@ -1,0 +1,166 @@
+#pragma once
+
+#include "kernels/cpu/in_pairs.inc.h"
+#include "kernels/cpu/tangent_products.inc.h"
+
+// Products of a tangent tile all in bfloat16, two terms at a time, summed in float32: tiles (P, dS
+// and what they become along a direction) are rounded where they are multiplied by a matrix.
+//
+//     Xᵀ · tile          X     pairs of keys [ columns -> ]
+//                        tile  pairs of keys [ rows -> ]
+//     tile · Y           tile  keys [ pairs of rows -> ]
+//                        Y     pairs of rows [ columns -> ]
+//
+// What is not finite in X and Y is left out where some pairs are not kept, and added afterwards for
+// those that are.
+
+namespace qkv::kernels::QKV_ISA {
+
+class RoundedProducts : public VectorProducts<InPairs> {
+ public:
+  using Base = VectorProducts<InPairs>;
+  using Pairs = Simd<BFloat16Pair>;
+  static constexpr bool kRoundsTiles = true;
+
+  /// With few keys there is little to win, and the rounding of few weights does not average out.
+  static bool takes(const Problem<float>& p) { return p.keys >= kForwardBlockKeys; }
+
+  static int64_t scratch_numbers(const TangentMatrices<float>& matrices, KeyRange keys) {
+    return Base::scratch_numbers(matrices, keys) + numbers_of_keys(matrices.p) + kNumbersOfTile;
+  }
+
+  RoundedProducts(const TangentMatrices<float>& matrices, KeyRange keys, void* prepared,
+                  float* scratch)
+      : Base(matrices, keys, prepared, scratch) {
+    key_pairs_ = reinterpret_cast<BFloat16Pair*>(scratch + Base::scratch_numbers(matrices, keys));
+    tile_pairs_ = key_pairs_ + numbers_of_keys(matrices.p);
+  }
+
+  /// c[width][rows] += Xᵀ b for b[keys][rows]; what b adds up to as rounded is added to sums[rows],
+  /// unless that is nullptr
+  QKV_ONE_COPY void add_to_rows(OfKeys x, const float* b, float* c, float* sums = nullptr) {
+    const int64_t width = m_.width(x), row = row_of_pairs(width), stride = m_.keys[x].row_stride;
+    const BFloat16* keys_of_x =
+        tile_->stored_keys_of_head<BFloat16>(m_.keys[x]) + block_.first_key * stride;
+    const bool leaves_out = block_.state == TileState::kPartial &&
+                            !all_finite<float>(keys_of_x, stride, block_.keys, width);
+    pack_keys_in_pairs(keys_of_x, stride, block_.keys, width, key_pairs_);
+    if (leaves_out) set_non_finite_to_zero(pairs_of(block_.keys) * row, key_pairs_);
+    for_each_piece([&](int r, KeyRange keys) {
+      round_keys(b + r, keys, tile_pairs_ + r, sums == nullptr ? nullptr : sums + r);
+      multiply_add<BFloat16Pair, kPieceVectors>(width, pairs_of(keys.end - keys.begin),
+                                                key_pairs_ + keys.begin / 2 * row, UnitStride{}, row,
+                                                tile_pairs_ + keys.begin / 2 * kRows + r, kRows,
+                                                c + r, kRows);
+    });
+    if (!leaves_out) return;
+    const auto of_tile = [b](int k, int r) { return b[k * kRows + r]; };
+    add_non_finite<kVectors, kRows>(block_.keys, width, keys_of_x, stride, of_tile, block_.bits, c);
+  }
+
+  /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
+  QKV_ONE_COPY void add_to_keys(OfRows y, const float* a, float* c) {
+    const int64_t row = row_of_pairs(m_.width(y));
+    if (!has_rows_[y]) pack_rows(y);
+    const auto add = [&](int r, KeyRange keys, int rows) {
+      round_rows(a + r, keys, rows, tile_pairs_ + r / 2);
+      multiply_add_rows<BFloat16Pair, kRows / 2>(
+          keys.end - keys.begin, pairs_of(rows), tile_pairs_ + (keys.begin * kRows + r) / 2,
+          packed_rows(y) + r / 2 * row, row, c + keys.begin * row);
+    };
+    if (block_.state == TileState::kFull) {
+      add(0, {0, block_.keys}, tile_->rows);
+    } else {
+      for_each_piece([&](int r, KeyRange keys) {
+        add(r, keys, tile_->rows - r < kPiece ? tile_->rows - r : kPiece);
+      });
+    }
+    if (!rows_finite_[y]) add_non_finite_rows(y, a, c);
+  }
+
+ private:
+  static constexpr int64_t kNumbersOfTile = kBackwardBlockKeys / 2 * kRows;
+
+  static int64_t numbers_of_keys(const Problem<float>& p) {
+    const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+    return kBackwardBlockKeys / 2 * row_of_pairs(widest);
+  }
+  static int64_t pairs_of(int64_t numbers) { return (numbers + 1) / 2; }
+
+  BFloat16Pair* packed_rows(OfRows y) const { return reinterpret_cast<BFloat16Pair*>(rows_[y]); }
+  const BFloat16* row_of_tile(OfRows y, int r) const {
+    return r < tile_->rows ? tile_->stored_row<BFloat16>(m_.rows[y], r) : nullptr;
+  }
+
+  void pack_rows(OfRows y) {
+    const int64_t width = m_.width(y), row = row_of_pairs(width);
+    has_rows_[y] = rows_finite_[y] = true;
+    for (int r = 0; r < kRows; r += 2) {
+      interleave(row_of_tile(y, r), row_of_tile(y, r + 1), width, packed_rows(y) + r / 2 * row);
+    }
+    for (int r = 0; r < tile_->rows; ++r) {
+      rows_finite_[y] &= all_finite<float>(row_of_tile(y, r), 0, 1, width);
+    }
+    if (!rows_finite_[y]) set_non_finite_to_zero(kRows / 2 * row, packed_rows(y));
+  }
+
+  /// Keys of a tile and the rows of a piece.
+  static void round_keys(const float* tile, KeyRange keys, BFloat16Pair* to, float* sums) {
+    const BFloat16 one{0x3f80};
+    const auto ones = Pairs::set({one, one});
+    for (int v = 0; v < kPieceVectors; ++v) {
+      auto sum = S::zero();
+      for (int64_t k = keys.begin; k < keys.end; k += 2) {
+        const float* from = tile + k * kRows + v * S::kWidth;
+        const auto second = k + 1 < keys.end ? S::load(from + kRows) : S::zero();
+        const auto pair = Pairs::round(S::load(from), second);
+        sum = Pairs::fma(pair, ones, sum);
+        Pairs::store(to + k / 2 * kRows + v * S::kWidth, pair);
+      }
+      if (sums == nullptr) continue;
+      float* all = sums + v * S::kWidth;
+      S::store(all, S::load(all) + sum);
+    }
+  }
+
+  /// Keys of a tile and its first rows, a zero after an odd number of them.
+  static void round_rows(const float* tile, KeyRange keys, int rows, BFloat16Pair* to) {
+    auto* halves = reinterpret_cast<uint16_t*>(to);
+    for (int64_t k = keys.begin; k < keys.end; ++k) {
+      const float* from = tile + k * kRows;
+      int r = 0;
+      for (; r + 2 * S::kWidth <= rows; r += 2 * S::kWidth) {
+        const auto both = Pairs::halves(S::load(from + r), S::load(from + r + S::kWidth));
+        _mm512_storeu_si512(halves + k * kRows + r, both);
+      }
+      for (; r < rows; r += S::kWidth) {
+        const auto x = _mm512_maskz_loadu_ps(first_lanes(rows - r), from + r);
+        S::store_bfloat16(halves + k * kRows + r, x);
+      }
+    }
+  }
+
+  /// What is not finite in Y, for the pairs that are kept.
+  void add_non_finite_rows(OfRows y, const float* a, float* c) const {
+    const int64_t width = m_.width(y), row = row_of_pairs(width);
+    for (int r = 0; r < tile_->rows; ++r) {
+      const BFloat16* numbers = row_of_tile(y, r);
+      for (int64_t d = 0; d < width; ++d) {
+        if (is_finite(numbers[d])) continue;
+        for (int k = 0; k < block_.keys; ++k) {
+          if (!keeps(k, r)) continue;
+          c[k * row + d] += a[k * kRows + r] * static_cast<float>(numbers[d]);
+        }
+      }
+    }
+  }
+
+  bool keeps(int k, int r) const {
+    return block_.state == TileState::kFull || (block_.bits[k / 8 * kRows + r] >> (k % 8) & 1) != 0;
+  }
+
+  BFloat16Pair* key_pairs_;        // [keys / 2][width], of a block
+  BFloat16Pair* tile_pairs_;  // [keys / 2][rows] or [keys][rows / 2]
+};
+
+}  // namespace qkv::kernels::QKV_ISA
