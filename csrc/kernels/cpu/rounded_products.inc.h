@@ -48,10 +48,9 @@ class RoundedProducts : public VectorProducts<InPairs> {
     if (leaves_out) set_non_finite_to_zero(pairs_of(block_.keys) * row, key_pairs_);
     for_each_piece([&](int r, KeyRange keys) {
       round_keys(b + r, keys, tile_pairs_ + r, sums == nullptr ? nullptr : sums + r);
-      multiply_add<BFloat16Pair, kPieceVectors>(width, pairs_of(keys.end - keys.begin),
-                                                key_pairs_ + keys.begin / 2 * row, UnitStride{}, row,
-                                                tile_pairs_ + keys.begin / 2 * kRows + r, kRows,
-                                                c + r, kRows);
+      multiply_add<BFloat16Pair, kPieceVectors>(
+          width, pairs_of(keys.end - keys.begin), key_pairs_ + keys.begin / 2 * row, UnitStride{},
+          row, tile_pairs_ + keys.begin / 2 * kRows + r, kRows, c + r, kRows);
     });
     if (!leaves_out) return;
     const auto of_tile = [b](int k, int r) { return b[k * kRows + r]; };
@@ -159,7 +158,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
     return block_.state == TileState::kFull || (block_.bits[k / 8 * kRows + r] >> (k % 8) & 1) != 0;
   }
 
-  BFloat16Pair* key_pairs_;        // [keys / 2][width], of a block
+  BFloat16Pair* key_pairs_;   // [keys / 2][width], of a block
   BFloat16Pair* tile_pairs_;  // [keys / 2][rows] or [keys][rows / 2]
 };
 
