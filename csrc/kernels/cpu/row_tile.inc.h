@@ -131,6 +131,12 @@ struct RowTile {
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);
       for (int r = 0; r < kRows; r += kWidth) {
+        if (r >= rows) {
+          for (int64_t d = 0; d < width; ++d) {
+            Simd<T>::store(to + d * kRows + r, Simd<T>::zero());
+          }
+          continue;
+        }
         const Stored* from[kWidth];
         for (int l = 0; l < kWidth; ++l) {
           from[l] = r + l < rows ? stored_row<Stored>(x, r + l) : nullptr;

@@ -59,23 +59,20 @@ QKV_ONE_COPY void transpose_rows(const Stored* const (&from)[Simd<T>::kWidth], i
                                  T scale, T* to, int64_t to_row) {
   using S = Simd<T>;
   constexpr int kWidth = S::kWidth;
-  bool all_rows = true;
-  for (const Stored* row : from) all_rows &= row != nullptr;
+  static constexpr Stored kZeros[kWidth] = {};
   const auto factor = S::set(scale);
   for (int64_t d = 0; d < width; d += kWidth) {
     typename S::Number square[kWidth];
     const int columns = width - d < kWidth ? static_cast<int>(width - d) : kWidth;
-    if (all_rows && columns == kWidth) {
+    if (columns == kWidth) {
 #pragma GCC unroll 16
-      for (int l = 0; l < kWidth; ++l) square[l] = load_stored<T>(from[l] + d);
+      for (int l = 0; l < kWidth; ++l) {
+        square[l] = load_stored<T>(from[l] != nullptr ? from[l] + d : kZeros);
+      }
     } else {
       for (int l = 0; l < kWidth; ++l) {
         square[l] = S::zero();
         if (from[l] == nullptr) continue;
-        if (columns == kWidth) {
-          square[l] = load_stored<T>(from[l] + d);
-          continue;
-        }
         alignas(64) T line[kWidth] = {};
         for (int c = 0; c < columns; ++c) line[c] = static_cast<T>(from[l][d + c]);
         square[l] = S::load(line);
@@ -100,8 +97,6 @@ QKV_ONE_COPY void transpose_columns(const T* from, int64_t from_row, int64_t wid
                                     Stored* const (&to)[Simd<T>::kWidth]) {
   using S = Simd<T>;
   constexpr int kWidth = S::kWidth;
-  bool all_rows = true;
-  for (const Stored* row : to) all_rows &= row != nullptr;
   for (int64_t d = 0; d < width; d += kWidth) {
     typename S::Number square[kWidth];
     const int columns = width - d < kWidth ? static_cast<int>(width - d) : kWidth;
@@ -109,16 +104,14 @@ QKV_ONE_COPY void transpose_columns(const T* from, int64_t from_row, int64_t wid
       square[c] = c < columns ? S::load(from + (d + c) * from_row) * scale : S::zero();
     }
     transpose<T>(square);
-    if (all_rows && columns == kWidth) {
+    if (columns == kWidth) {
 #pragma GCC unroll 16
-      for (int l = 0; l < kWidth; ++l) store_rounded<T>(to[l] + d, square[l]);
+      for (int l = 0; l < kWidth; ++l) {
+        if (to[l] != nullptr) store_rounded<T>(to[l] + d, square[l]);
+      }
     } else {
       for (int l = 0; l < kWidth; ++l) {
         if (to[l] == nullptr) continue;
-        if (columns == kWidth) {
-          store_rounded<T>(to[l] + d, square[l]);
-          continue;
-        }
         alignas(64) T line[kWidth];
         S::store(line, square[l]);
         for (int c = 0; c < columns; ++c) to[l][d + c] = rounded<Stored>(line[c]);
