@@ -80,12 +80,12 @@ struct Problem {
   int64_t keys;
   int64_t head_dim;
   int64_t value_dim;
-  Storage key_value_storage;
+  Storage key_value_storage;  // and of the query: if 16 bits, all three point to such numbers
   T scale;
   T softcap;  // 0: none
   Band band;
   Operand<const T> query;
-  Operand<const T> key;  // if stored in 16 bits, key and value point to such numbers
+  Operand<const T> key;
   Operand<const T> value;
   Mask attn_mask;
   KeyMask key_mask;

@@ -55,7 +55,7 @@ inline int64_t bytes_of_key(const Problem<T>& p) {
 /// Whole blocks, as many as there are of a small head.
 template <class Source, class T>
 inline int64_t keys_of_turn(const Problem<T>& p) {
-  int64_t keys = kBytesOfTurn / (bytes_of_key<Source>(p) + 1) + 1;  // no bytes at all: D = Dv = 0
+  int64_t keys = kBytesOfTurn / (bytes_of_key<Source>(p) + 1) + 1;  // a key may have none
   if (keys > p.keys) keys = p.keys;
   return (keys + kForwardBlockKeys - 1) / kForwardBlockKeys * kForwardBlockKeys;
 }

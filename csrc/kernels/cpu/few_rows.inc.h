@@ -14,8 +14,8 @@
 //     S[k][r] = <K_k, Q_r>          a sum over lanes for each key and row
 //     O_r += P[k][r] · V_k          O in registers
 //
-// and Q, K and V may be stored in 16 bits. The scores between the two products lie as everywhere
-// else, so that masks, softcap, ALiBi and dropout are the same code.
+// and Q, K and V may be stored in 16 bits. Scores that masks, softcap, ALiBi or dropout change lie
+// as everywhere else, so that this is the same code: [key][lanes]. Others are dense: [key][rows].
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -211,8 +211,7 @@ inline typename Simd<T>::Number weigh_dense(int keys, T* scores, typename Simd<T
   return fold_lanes<T, kRows>(sum, [](T a, T b) { return a + b; });
 }
 
-/// The keys of `range` for all rows of one head, kRows of them or fewer, to partial[row]. Scores
-/// are dense, [key][kRows], if nothing happens to them, else [key][lanes] as everywhere.
+/// The keys of `range` for all rows of one head, kRows of them or fewer, to partial[row].
 template <class Terms, class T, class Stored, int kRows>
 inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWidth>& tile,
                      KeyRange range, T* partial, T* scratch) {
@@ -244,7 +243,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
       }
     }
   }
-  set_to_zero(scores, kFewRowsBlockKeys * S::kWidth);  // lanes without a row are 0, or what was
+  set_to_zero(scores, kFewRowsBlockKeys * S::kWidth);  // lanes without a row are read as well
   const Stored* keys = tile.template stored_keys_of_head<Stored>(p.key);
   const Stored* values = tile.template stored_keys_of_head<Stored>(p.value);
   const bool drops = p.dropout.threshold != 0;
