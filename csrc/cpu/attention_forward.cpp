@@ -60,12 +60,10 @@ TensorTuple<4> attention_forward(const Operands& x) {
   const auto results = empty_forward_results(x);
   const Tensor& lse = std::get<1>(results);
   if (lse.numel() == 0) return results;
-  Operands stored = readable(x, lse.scalar_type());
+  const Operands stored = readable(x, lse.scalar_type());
   if (lse.scalar_type() == at::kDouble) {
     run<double>(kernels_for<double>(), stored, results);
   } else if (const auto* in_bfloat16 = bfloat16_kernels_for(x)) {
-    // The key is read in pairs: all its rows must begin like the first.
-    if (stored.key.stride(-2) % 2 != 0) stored.key = stored.key.contiguous();
     run<float>(*in_bfloat16, stored, results);
   } else {
     run<float>(kernels_for<float>(), stored, results);

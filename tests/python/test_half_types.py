@@ -216,3 +216,13 @@ def test_common_part_of_values_moves_nothing():
 
     out_t = torch.func.jvp(attend, (query, key), (query_t, key_t))[1]
     assert out_t.abs().max() < 2e-4
+
+
+@half_types
+@pytest.mark.parametrize("queries", [1, 4, 100])
+def test_rows_an_odd_number_apart(queries, dtype):
+    """Pairs of numbers do not begin at the same places in all rows then."""
+    query = torch.randn(1, 2, queries, 64).to(dtype)
+    key, value = (torch.randn(1, 2, 300, 65).to(dtype)[..., :64] for _ in range(2))
+    apart = qkv.attention(query, key, value)
+    assert torch.equal(apart, qkv.attention(query, key.contiguous(), value.contiguous()))

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/bfloat16_tile.inc.h"
+#include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 #include "kernels/cpu/weights_in_place.inc.h"
@@ -68,7 +69,8 @@ class BFloat16Source
     return column_pairs(p.head_dim, kRows) * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
   static int64_t block_bytes(const Problem<float>& p) {
-    const int64_t pairs = kForwardBlockKeys / 2 * (kRows + row_of_pairs(p.value_dim));
+    const int64_t pairs = kForwardBlockKeys / 2 * (kRows + row_of_pairs(p.value_dim)) +
+                          kForwardBlockKeys * InPairs::depth(p.head_dim);
     return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
 
@@ -108,21 +110,24 @@ class BFloat16Source
   BFloat16Source(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn& turn,
                  void* own, void* block)
       : p_(params.problem),
+        tile_(tile),
         turn_(turn),
-        keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
         query_t_(static_cast<BFloat16Pair*>(own)),
         weights_(static_cast<BFloat16Pair*>(block)),
-        block_values_(weights_ + kForwardBlockKeys / 2 * kRows) {
+        block_values_(weights_ + kForwardBlockKeys / 2 * kRows),
+        block_lines_(block_values_ + kForwardBlockKeys / 2 * row_of_pairs(p_.value_dim)) {
     pack_columns_in_pairs(tile, p_.query, p_.head_dim, query_t_);
   }
 
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) const {
     const auto scale = S::set(p_.scale);
+    const Rows<BFloat16Pair> lines = InPairs::lines(tile_, p_.key, p_.key_value_storage, first_key,
+                                                    keys, p_.head_dim, block_lines_);
     tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
-        0, keys, p_.head_dim / 2, in_pairs(keys_ + first_key * p_.key.row_stride),
-        p_.key.row_stride / 2, UnitStride{}, query_t_ + first_row, kRows,
+        0, keys, InPairs::depth(p_.head_dim), lines.first, lines.stride, UnitStride{},
+        query_t_ + first_row, kRows,
         [](int64_t, int) __attribute__((always_inline)) { return S::zero(); },
         [&](int64_t k, int v, S::Number x)
             __attribute__((always_inline)) { finish(k, v, x * scale); });
@@ -180,12 +185,13 @@ class BFloat16Source
   }
 
   const Problem<float>& p_;
+  const RowTile<kRows>& tile_;
   const Turn& turn_;
-  const BFloat16* keys_;
   const BFloat16* values_;
   BFloat16Pair* query_t_;       // [D / 2][rows]
   BFloat16Pair* weights_;       // [keys / 2][rows], of a block
   BFloat16Pair* block_values_;  // [keys / 2][Dv], of a block
+  BFloat16Pair* block_lines_;   // [keys][D / 2], of a block, if not read where they lie
 };
 
 }  // namespace qkv::kernels::QKV_ISA
