@@ -83,7 +83,10 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
   set_to_zero(out_t, Products::sum_rows(p.value_dim) * Work::kRows);
   alignas(64) T lse_t[Work::kRows] = {};
   alignas(64) T rounded[Work::kRows] = {};  // sums of P ∘ S' as multiplied
-  const bool rounds = Products::kRoundsTiles && p.dropout.threshold == 0 && work.scores_move();
+  bool rounds = false;
+  if constexpr (Products::kRoundsTiles) {
+    rounds = work.products.rounds_tiles() && p.dropout.threshold == 0 && work.scores_move();
+  }
 
   const auto weigh = [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
       __attribute__((always_inline)) {

@@ -20,7 +20,7 @@ constexpr BFloat16ForwardKernels bfloat16_forward_kernels = {make_forward_kernel
 constexpr BFloat16BackwardKernels bfloat16_backward_kernels = {make_backward_kernels<InPairs>(),
                                                                takes_all};
 constexpr BFloat16TangentKernels bfloat16_tangent_kernels = {
-    make_tangent_kernels<RoundedProducts>(), RoundedProducts::takes};
+    make_tangent_kernels<RoundedProducts>(), takes_all};
 
 extern const CpuKernelTable table = {"avx512_bf16",
                                      avx512::float32_kernels,
