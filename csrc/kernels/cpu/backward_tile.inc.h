@@ -19,11 +19,6 @@ namespace qkv::kernels::QKV_ISA {
 // Few rows take a tile of 1, 2 or 3.
 constexpr int kBackwardVectors = 6;
 
-template <class T>
-constexpr int64_t round_up_to_vector(int64_t x) {
-  return (x + Simd<T>::kWidth - 1) / Simd<T>::kWidth * Simd<T>::kWidth;
-}
-
 /// What one tile of rows and one block of keys need, in both backward kernels.
 template <class Scores, int kVectors>
 struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {

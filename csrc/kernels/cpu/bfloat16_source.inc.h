@@ -69,7 +69,7 @@ class BFloat16Source
     return column_pairs(p.head_dim, kRows) * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
   static int64_t block_bytes(const Problem<float>& p) {
-    const int64_t pairs = kForwardBlockKeys / 2 * (kRows + row_of_pairs(p.value_dim)) +
+    const int64_t pairs = kForwardBlockKeys / 2 * (kRows + round_up_to_vector<float>(p.value_dim)) +
                           kForwardBlockKeys * InPairs::depth(p.head_dim);
     return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
@@ -78,7 +78,7 @@ class BFloat16Source
   class Turn {
    public:
     static int64_t bytes(const Problem<float>& p, int64_t keys) {
-      const int64_t pairs = (keys + 1) / 2 * row_of_pairs(p.value_dim);
+      const int64_t pairs = (keys + 1) / 2 * round_up_to_vector<float>(p.value_dim);
       return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
     }
 
@@ -98,7 +98,7 @@ class BFloat16Source
       return keys_.begin <= first_key && end <= keys_.end && (keys % 2 == 0 || end == keys_.end);
     }
     const BFloat16Pair* values(int64_t first_key) const {
-      return values_ + (first_key - keys_.begin) / 2 * row_of_pairs(p_.value_dim);
+      return values_ + (first_key - keys_.begin) / 2 * round_up_to_vector<float>(p_.value_dim);
     }
 
    private:
@@ -116,7 +116,8 @@ class BFloat16Source
         query_t_(static_cast<BFloat16Pair*>(own)),
         weights_(static_cast<BFloat16Pair*>(block)),
         block_values_(weights_ + kForwardBlockKeys / 2 * kRows),
-        block_lines_(block_values_ + kForwardBlockKeys / 2 * row_of_pairs(p_.value_dim)) {
+        block_lines_(block_values_ +
+                     kForwardBlockKeys / 2 * round_up_to_vector<float>(p_.value_dim)) {
     pack_columns_in_pairs(tile, p_.query, p_.head_dim, query_t_);
   }
 
@@ -146,13 +147,14 @@ class BFloat16Source
     } else {
       pack_keys_in_pairs(values, row, keys, p_.value_dim, block_values_);
       if (poisoned) {
-        set_non_finite_to_zero((keys + 1) / 2 * row_of_pairs(p_.value_dim), block_values_);
+        set_non_finite_to_zero((keys + 1) / 2 * round_up_to_vector<float>(p_.value_dim),
+                               block_values_);
       }
     }
     add_rounded_weights<kVectors>(keys, first_row, weights, out_t + row_of_sums(p_) * kRows);
     tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
-        0, p_.value_dim, (keys + 1) / 2, pairs, UnitStride{}, row_of_pairs(p_.value_dim),
-        weights_ + first_row, kRows,
+        0, p_.value_dim, (keys + 1) / 2, pairs, UnitStride{},
+        round_up_to_vector<float>(p_.value_dim), weights_ + first_row, kRows,
         [=](int64_t d, int v)
             __attribute__((always_inline)) { return S::load(out_t + d * kRows + v * S::kWidth); },
         [=](int64_t d, int v, S::Number x)

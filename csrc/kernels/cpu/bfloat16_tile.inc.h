@@ -31,13 +31,10 @@ QKV_INLINE const BFloat16Pair* in_pairs(const BFloat16* x) {
   return reinterpret_cast<const BFloat16Pair*>(x);
 }
 
-/// The row of what is below: whole vectors.
-inline int64_t row_of_pairs(int64_t width) { return (width + 15) / 16 * 16; }
-
-/// to[k / 2][d] = (x[k][d], x[k + 1][d]), zeros after an odd number of keys.
+/// to[k / 2][d] = (x[k][d], x[k + 1][d]), rows of whole vectors; zeros after an odd number of keys.
 inline void pack_keys_in_pairs(const BFloat16* x, int64_t stride, int64_t keys, int64_t width,
                                BFloat16Pair* to) {
-  for (int64_t k = 0; k < keys; k += 2, x += 2 * stride, to += row_of_pairs(width)) {
+  for (int64_t k = 0; k < keys; k += 2, x += 2 * stride, to += round_up_to_vector<float>(width)) {
     interleave(x, k + 1 < keys ? x + stride : nullptr, width, to);
   }
 }

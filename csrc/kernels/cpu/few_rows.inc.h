@@ -219,10 +219,8 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   using Math = VectorMath<T>;
   using Query = typename Terms::Query;
   const Problem<T>& p = params.problem;
-  const auto width_of = [](int64_t width) {
-    return (width + S::kWidth - 1) / S::kWidth * S::kWidth;
-  };
-  const int64_t query_row = width_of(p.head_dim), out_row = width_of(p.value_dim);
+  const int64_t query_row = round_up_to_vector<T>(p.head_dim);
+  const int64_t out_row = round_up_to_vector<T>(p.value_dim);
   T* out = scratch;
   T* scores = out + kRows * out_row;
   T* bias = scores + kFewRowsBlockKeys * S::kWidth;

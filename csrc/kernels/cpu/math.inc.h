@@ -186,6 +186,11 @@ QKV_INLINE double natural_exp(double x) { return __builtin_exp(x); }
 QKV_INLINE float natural_log(float x) { return __builtin_logf(x); }
 QKV_INLINE double natural_log(double x) { return __builtin_log(x); }
 
+template <class T>
+constexpr int64_t round_up_to_vector(int64_t x) {
+  return (x + Simd<T>::kWidth - 1) / Simd<T>::kWidth * Simd<T>::kWidth;
+}
+
 /// Numbers after the end are overwritten up to a whole vector.
 template <class T>
 inline void set_to_zero(T* x, int64_t size) {

@@ -42,7 +42,8 @@ class RoundedProducts : public VectorProducts<InPairs> {
   /// unless that is nullptr
   QKV_ONE_COPY void add_to_rows(OfKeys x, const float* b, float* c, float* sums = nullptr) {
     if (!rounds_tiles()) return Base::add_to_rows(x, b, c);
-    const int64_t width = m_.width(x), row = row_of_pairs(width), stride = m_.keys[x].row_stride;
+    const int64_t width = m_.width(x), row = round_up_to_vector<float>(width),
+                  stride = m_.keys[x].row_stride;
     const BFloat16* keys_of_x =
         tile_->stored_keys_of_head<BFloat16>(m_.keys[x]) + block_.first_key * stride;
     const bool leaves_out = block_.state == TileState::kPartial &&
@@ -63,7 +64,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
   /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
   QKV_ONE_COPY void add_to_keys(OfRows y, const float* a, float* c) {
     if (!rounds_tiles()) return Base::add_to_keys(y, a, c);
-    const int64_t row = row_of_pairs(m_.width(y));
+    const int64_t row = round_up_to_vector<float>(m_.width(y));
     if (!has_rows_[y]) pack_rows(y);
     const auto add = [&](int r, KeyRange keys, int rows) {
       round_rows(a + r, keys, rows, tile_pairs_ + r / 2);
@@ -86,7 +87,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
 
   static int64_t numbers_of_keys(const Problem<float>& p) {
     const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-    return kBackwardBlockKeys / 2 * row_of_pairs(widest);
+    return kBackwardBlockKeys / 2 * round_up_to_vector<float>(widest);
   }
   static int64_t pairs_of(int64_t numbers) { return (numbers + 1) / 2; }
 
@@ -96,7 +97,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
   }
 
   void pack_rows(OfRows y) {
-    const int64_t width = m_.width(y), row = row_of_pairs(width);
+    const int64_t width = m_.width(y), row = round_up_to_vector<float>(width);
     has_rows_[y] = rows_finite_[y] = true;
     for (int r = 0; r < kRows; r += 2) {
       interleave(row_of_tile(y, r), row_of_tile(y, r + 1), width, packed_rows(y) + r / 2 * row);
@@ -145,7 +146,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
 
   /// What is not finite in Y, for the pairs that are kept.
   void add_non_finite_rows(OfRows y, const float* a, float* c) const {
-    const int64_t width = m_.width(y), row = row_of_pairs(width);
+    const int64_t width = m_.width(y), row = round_up_to_vector<float>(width);
     for (int r = 0; r < tile_->rows; ++r) {
       const BFloat16* numbers = row_of_tile(y, r);
       for (int64_t d = 0; d < width; ++d) {
