@@ -6,8 +6,8 @@
 #include "kernels/cpu/merge.inc.h"
 
 // How the forward pass is cut into units of work: tiles of query rows (forward_tile.inc.h), or, if
-// those of a key/value head fill one tile at most, ranges of its keys whose results are merged
-// (merge.inc.h). Up to kFewRows rows have a kernel of their own (few_rows.inc.h).
+// those of a key/value head fill only a few tiles, these and ranges of its keys, whose results are
+// merged (merge.inc.h). Up to kFewRows rows have a kernel of their own (few_rows.inc.h).
 //
 // If K and V of a head are too large for a second-level cache, or not multiplied as they are
 // stored, a few of its tiles take turns: each takes in the same keys, a quarter of a MiB, before
@@ -24,13 +24,13 @@ inline int64_t forward_tiles_per_head(const Problem<T>& problem) {
   return (rows_of_kv_head(problem) + Source::kRows - 1) / Source::kRows;
 }
 
-/// Ranges that the keys of a tile are cut into: several if the rows of a head fill one tile at
-/// most.
+/// Ranges that the keys of a tile are cut into: the more, the fewer tiles a head has.
 template <class Source, class T>
 inline int64_t forward_splits(const Problem<T>& problem) {
-  if (rows_of_kv_head(problem) > Source::kRows) return 1;
-  const int64_t splits = problem.keys / kKeysOfForwardSplit;
-  return splits < 1 ? 1 : splits > kMaxForwardSplits ? kMaxForwardSplits : splits;
+  const int64_t most = problem.keys / kKeysOfForwardSplit;
+  const int64_t tiles = forward_tiles_per_head<Source>(problem);
+  const int64_t splits = (most > kMaxForwardSplits ? kMaxForwardSplits : most) / tiles;
+  return splits < 1 ? 1 : splits;
 }
 
 template <class Source, class T>
@@ -60,21 +60,32 @@ inline int64_t keys_of_turn(const Problem<T>& p) {
   return (keys + kForwardBlockKeys - 1) / kForwardBlockKeys * kForwardBlockKeys;
 }
 
+/// Whether K and V of a head do not stay in a second-level cache.
+template <class Source, class T>
+inline bool is_large_head(const Problem<T>& p) {
+  return p.keys * bytes_of_key<Source>(p) >= kBytesOfLargeHead;
+}
+
+/// Whether tiles that take turns share more than a cache: copies of K or V.
+template <class Source, class T>
+inline bool shares_turns(const Problem<T>& p) {
+  return Source::Turn::bytes(p, 1) > 0;
+}
+
 /// How many tiles of a head take turns: several if that pays and `threads` threads have enough
 /// units even so. No bit of a result depends on it.
 template <class Source, class T>
 inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t threads) {
   const Problem<T>& p = params.problem;
-  if (forward_splits<Source>(p) > 1) return 1;
-  const bool share = Source::Turn::bytes(p, 1) > 0;
-  if (!share && p.keys * bytes_of_key<Source>(p) < kBytesOfLargeHead) return 1;
+  const bool share = shares_turns<Source>(p);
+  if (!share && !is_large_head<Source>(p)) return 1;
   const int64_t units_of_thread = share ? 4 : 8;
-  const int64_t tiles = p.batch * p.kv_heads * forward_tiles_per_head<Source>(p);
-  const int64_t most = tiles / (threads * units_of_thread);
+  const int64_t of_head = forward_tiles_per_head<Source>(p) * forward_splits<Source>(p);
+  const int64_t most = p.batch * p.kv_heads * of_head / (threads * units_of_thread);
   return most < 1 ? 1 : most > kMaxTilesInTurn ? kMaxTilesInTurn : most;
 }
 
-/// One unit of work is one range of keys for one tile, or all keys for tiles that take turns.
+/// One unit of work is one range of keys, or all, for one tile or for tiles that take turns.
 template <class Source, class T>
 inline int64_t forward_units(const ForwardParams<T>& params, int64_t in_turn) {
   const Problem<T>& p = params.problem;
@@ -86,8 +97,17 @@ inline int64_t forward_units(const ForwardParams<T>& params, int64_t in_turn) {
 template <class Source, class T>
 inline int64_t forward_partial_size(const ForwardParams<T>& params) {
   const Problem<T>& p = params.problem;
-  if (forward_splits<Source>(p) == 1) return 0;
-  return forward_units<Source>(params, 1) * rows_of_kv_head(p) * partial_row(p);
+  const int64_t splits = forward_splits<Source>(p);
+  return splits == 1 ? 0 : p.batch * p.kv_heads * splits * rows_of_kv_head(p) * partial_row(p);
+}
+
+/// Where a tile's rows are in partial[head][split][row].
+template <class Source, class T>
+inline T* partial_of_tile(const ForwardParams<T>& params, int64_t head, int64_t split, int64_t t) {
+  const Problem<T>& p = params.problem;
+  const int64_t row =
+      (head * forward_splits<Source>(p) + split) * rows_of_kv_head(p) + t * Source::kRows;
+  return params.partial + row * partial_row(p);
 }
 
 /// One of the tiles that take turns. It lies in scratch, before the memory of its own.
@@ -99,9 +119,9 @@ struct TileInTurn {
   ForwardTile<Source> tile;
 
   TileInTurn(const ForwardParams<T>& params, int64_t batch, int64_t kv_head, int64_t t,
-             KeyRange keys, const typename Source::Turn& turn, void* block)
+             KeyRange keys, bool fetches, const typename Source::Turn& turn, void* block)
       : rows(rows_of(params.problem, batch, kv_head, t)),
-        tile(params, rows, keys, turn, reinterpret_cast<char*>(this) + kBytes, block) {}
+        tile(params, rows, keys, fetches, turn, reinterpret_cast<char*>(this) + kBytes, block) {}
 
   static void* operator new(decltype(sizeof(0)), char* where) { return where; }
   static void operator delete(void*, char*) {}
@@ -173,9 +193,9 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   const int64_t head = unit / splits / turns;
   const int64_t batch = head / p.kv_heads, kv_head = head % p.kv_heads;
   const KeyRange keys = keys_of_forward_split<Source>(p, split);
-  T* partial = splits == 1 ? nullptr : params.partial + unit * rows_of_kv_head(p) * partial_row(p);
   if constexpr (Source::kTakesFewRows) {
     if (rows_of_kv_head(p) <= kFewRows<T>) {
+      T* partial = splits == 1 ? nullptr : partial_of_tile<Source>(params, head, split, 0);
       forward_few_rows<Source>(params, batch, kv_head, keys, partial, static_cast<T*>(scratch));
       return;
     }
@@ -185,9 +205,11 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   char* memory = static_cast<char*>(scratch) + whole_lines(ForwardTile<Source>::block_bytes(p));
   const int64_t first = turn * in_turn;
   const int64_t count = tiles - first < in_turn ? tiles - first : in_turn;
+  const bool first_fetches = is_large_head<Source>(p) && (count == 1 || !shares_turns<Source>(p));
   typename Source::Turn shared(p, memory + in_turn * Tile::bytes(p));
   for (int64_t i = 0; i < count; ++i, memory += Tile::bytes(p)) {
-    tile[i] = new (memory) Tile(params, batch, kv_head, first + i, keys, shared, scratch);
+    const bool fetches = first_fetches && i == 0;
+    tile[i] = new (memory) Tile(params, batch, kv_head, first + i, keys, fetches, shared, scratch);
   }
   const int64_t step = count == 1 ? p.keys : keys_of_turn<Source>(p);
   for (int64_t end = keys.begin; end < keys.end;) {
@@ -199,10 +221,10 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
     for (int64_t i = 0; i < count; ++i) tile[i]->tile.run_until(end);
   }
   for (int64_t i = 0; i < count; ++i) {
-    if (partial != nullptr) {
-      tile[i]->tile.write_partial(partial);
-    } else {
+    if (splits == 1) {
       tile[i]->tile.write_results();
+    } else {
+      tile[i]->tile.write_partial(partial_of_tile<Source>(params, head, split, first + i));
     }
     tile[i]->~Tile();
   }
@@ -212,11 +234,12 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
 template <class Source, class T>
 inline void merge_forward(const ForwardParams<T>& params, int64_t head) {
   const Problem<T>& p = params.problem;
-  const int64_t splits = forward_splits<Source>(p);
   const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
-  const auto tile =
-      RowTile<Source::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, 0);
-  merge(params, tile, splits, params.partial + head * splits * rows_of_kv_head(p) * partial_row(p));
+  for (int64_t t = 0; t < forward_tiles_per_head<Source>(p); ++t) {
+    const auto tile = RowTile<Source::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group,
+                                                   group, t * Source::kRows);
+    merge(params, tile, forward_splits<Source>(p), partial_of_tile<Source>(params, head, 0, t));
+  }
 }
 
 template <class Source, class T>

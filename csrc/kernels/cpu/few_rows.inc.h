@@ -2,6 +2,7 @@
 
 #include "kernels/cpu/dropout_tile.inc.h"
 #include "kernels/cpu/merge.inc.h"
+#include "kernels/cpu/next_rows.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
 #include "kernels/cpu/transpose.inc.h"
@@ -32,21 +33,6 @@ inline int64_t few_rows_scratch_bytes(const Problem<T>& p) {
   return numbers * static_cast<int64_t>(sizeof(T)) + 2 * kFewRowsBlockKeys / 8 * kWidth;
 }
 
-/// Rows that are read next. K and V take turns, so the processor itself does not see them coming.
-template <class Stored>
-struct NextRows {
-  const Stored* first;
-  int64_t row;
-  int64_t width;
-  int count;
-
-  QKV_INLINE void fetch(int k) const {
-    if (k >= count) return;
-    constexpr int kLine = 64 / sizeof(Stored);
-    for (int64_t d = 0; d < width; d += kLine) __builtin_prefetch(first + k * row + d);
-  }
-};
-
 /// A vector of the terms of a score: keys of 16 bits are converted, queries have the scale in them.
 template <class T, class Stored>
 struct TermsOfNumbers {
@@ -67,7 +53,7 @@ struct TermsOfNumbers {
 template <class Terms, class T, class Stored, int kRows>
 inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int64_t key_row,
                                  const typename Terms::Query* query, int64_t query_row, T scale,
-                                 T* scores, int64_t score_row, const NextRows<Stored>& next) {
+                                 T* scores, int64_t score_row, const NextRows& next) {
   using S = Simd<T>;
   constexpr int kKeys = kRows == 1 ? 1 : S::kWidth / kRows;
   const int64_t whole = width / Terms::kColumns * Terms::kColumns;
@@ -110,7 +96,7 @@ inline void products_of_few_rows(int keys, int64_t width, const Stored* key, int
 /// out_r[d] += sum over keys of weights[k][r] · value_k[d], for kVectors vectors of d.
 template <class T, class Stored, int kRows, int kVectors>
 inline void add_values(int keys, const Stored* value, int64_t value_row, const T* weights,
-                       int64_t weight_row, T* out, int64_t out_row, const NextRows<Stored>& next) {
+                       int64_t weight_row, T* out, int64_t out_row, const NextRows& next) {
   using S = Simd<T>;
   typename S::Number sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
@@ -134,7 +120,7 @@ inline void add_values(int keys, const Stored* value, int64_t value_row, const T
 template <class T, class Stored, int kRows>
 inline void values_of_few_rows(int keys, int64_t width, const Stored* value, int64_t value_row,
                                const T* weights, int64_t weight_row, T* out, int64_t out_row,
-                               NextRows<Stored> next) {
+                               NextRows next) {
   using S = Simd<T>;
   int64_t d = 0;
   for (; d + 4 * S::kWidth <= width; d += 4 * S::kWidth) {
@@ -259,7 +245,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     const Stored* block_values = values + n * p.value.row_stride;
     products_of_few_rows<Terms, T, Stored, kRows>(
         block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, query_row, p.scale,
-        scores, score_row, NextRows<Stored>{block_values, p.value.row_stride, p.value_dim, block});
+        scores, score_row, next_rows<T>(tile, p.value, p.key_value_storage, {n, n + block}, p.value_dim));
     typename S::Number block_max[1];
     if (dense) {
       block_max[0] = max_of_dense<T, kRows>(block, scores);
@@ -290,11 +276,10 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
       kept_values_of_few_rows<T>(block, p.value_dim, block_values, p.value.row_stride, scores,
                                  mask.bits, tile.rows, out, out_row);
     } else {
-      const int64_t after = n + block, left = range.end - after;
+      const KeyRange after = KeyRange{n + block, n + 2 * block}.intersection({0, range.end});
       values_of_few_rows<T, Stored, kRows>(
           block, p.value_dim, block_values, p.value.row_stride, scores, score_row, out, out_row,
-          NextRows<Stored>{keys + after * p.key.row_stride, p.key.row_stride, p.head_dim,
-                           static_cast<int>(left < block ? left : block)});
+          next_rows<T>(tile, p.key, p.key_value_storage, after, p.head_dim));
     }
   }
 

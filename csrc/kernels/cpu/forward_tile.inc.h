@@ -5,6 +5,7 @@
 #include "kernels/cpu/mask_tile.inc.h"
 #include "kernels/cpu/math.inc.h"
 #include "kernels/cpu/merge.inc.h"
+#include "kernels/cpu/next_rows.inc.h"
 #include "kernels/cpu/output_rows.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
@@ -75,12 +76,14 @@ class ForwardTile {
   }
   static constexpr int64_t kBitBytes = 2 * kForwardBlockKeys / 8 * kRows;
 
-  /// Of the keys of `split`, those that some row sees.
-  ForwardTile(const ForwardParams<T>& params, const Tile& tile, KeyRange split,
+  /// Of the keys of `split`, those that some row sees. `fetches`: they come from memory, or from a
+  /// cache that is far.
+  ForwardTile(const ForwardParams<T>& params, const Tile& tile, KeyRange split, bool fetches,
               const typename Source::Turn& turn, void* own, void* block)
       : params_(params),
         p_(params.problem),
         tile_(tile),
+        fetches_(fetches),
         out_t_(static_cast<T*>(own)),
         scores_(static_cast<T*>(block)),
         mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * kForwardBlockKeys * kRows),
@@ -196,6 +199,26 @@ class ForwardTile {
     }
   }
 
+  /// What is read after the scores of some keys: their values and the keys after them.
+  struct NextKeys {
+    NextRows values;
+    NextRows keys;
+
+    QKV_INLINE void fetch(int64_t k) const {
+      values.fetch(k);
+      keys.fetch(k);
+    }
+  };
+
+  NextKeys keys_to_fetch(int64_t first_key, int keys) const {
+    if (!fetches_) return {};
+    const int64_t after = first_key + keys;
+    const KeyRange next = KeyRange{after, after + keys}.intersection({0, any_.end});
+    const Storage storage = p_.key_value_storage;
+    return {next_rows<T>(tile_, p_.value, storage, {first_key, after}, p_.value_dim),
+            next_rows<T>(tile_, p_.key, storage, next, p_.head_dim)};
+  }
+
   struct Vectors {
     int first;
     int count;
@@ -228,6 +251,7 @@ class ForwardTile {
     const int first_row = first_vector * S::kWidth;
     const int64_t first_bits = offset / 8 * kRows + first_row;
     T* weights = scores_ + first_row;
+    const NextKeys next = keys_to_fetch(first_key, keys);
     const Scores<kVectors> scores(p_, mask_, alibi_, first_key, offset, first_vector, state);
     const uint8_t* stays = drops_ ? stays_ + first_bits : nullptr;
     bool weighed = false;
@@ -235,10 +259,10 @@ class ForwardTile {
     if (p_.softcap == T(0) && p_.alibi_slopes.data == nullptr) {
       with_constant(scores.changes() || drops_, [&](auto changes) {
         weighed = weigh_in_registers<kVectors, changes() != 0>(first_key, keys, first_vector,
-                                                               scores, stays, weights);
+                                                               scores, stays, next, weights);
       });
     }
-    if (!weighed) weigh<kVectors>(first_key, keys, first_vector, scores, stays, weights);
+    if (!weighed) weigh<kVectors>(first_key, keys, first_vector, scores, stays, next, weights);
     const uint8_t* bits = mask_.bits + first_bits;
     source_.template add_values<kVectors>(first_key, keys, first_row, weights,
                                           state == TileState::kPartial ? bits : nullptr,
@@ -253,7 +277,7 @@ class ForwardTile {
   /// kChanges, `scores` changes nothing and no weight is dropped.
   template <int kVectors, bool kChanges>
   bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
-                          const Scores<kVectors>& scores, const uint8_t* stays, T* weights) {
+                          const Scores<kVectors>& scores, const uint8_t* stays, const NextKeys& next, T* weights) {
     const auto lowest = S::set(-Limits<T>::kLargest);
     Number shift[kVectors], sum[kVectors], block_max[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -266,6 +290,7 @@ class ForwardTile {
     source_.template weights<kVectors>(
         first_key, keys, first_vector * S::kWidth,
         weights, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
+          if (v == 0) next.fetch(k);
           if constexpr (kChanges) x = scores.biased_and_kept(k, v, x);
           block_max[v] = S::maximum(block_max[v], x);
           const auto weight = Math::exp(x - shift[v]);
@@ -283,12 +308,13 @@ class ForwardTile {
   /// The same in passes of their own: S, its maxima, P.
   template <int kVectors>
   void weigh(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
-             const uint8_t* stays, T* weights) {
+             const uint8_t* stays, const NextKeys& next, T* weights) {
     Number block_max[kVectors];
     for (auto& m : block_max) m = Math::minus_infinity();
     source_.template scores<kVectors>(
         first_key, keys,
         first_vector * S::kWidth, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
+          if (v == 0) next.fetch(k);
           S::store(weights + k * kRows + v * S::kWidth, x);
           block_max[v] = S::maximum(block_max[v], x);
         });
@@ -330,6 +356,7 @@ class ForwardTile {
   const ForwardParams<T>& params_;
   const Problem<T>& p_;
   const Tile& tile_;
+  bool fetches_;
   T* out_t_;   // [Dv and what else the source sums under the same maximum][rows]
   T* scores_;  // [keys][rows], then the weights
   MaskTile<T, kRows> mask_;

@@ -24,7 +24,8 @@ inline int64_t partial_row(const Problem<T>& problem) {
   return problem.value_dim + 2;
 }
 
-/// Output and logsumexp of the first rows of a head from partial[split][row].
+/// Output and logsumexp of a tile's rows. Its first row is `partial` of the first split; all rows
+/// of the head lie between those of two splits.
 template <class T, int kRows>
 inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, int64_t splits,
                   const T* partial) {
@@ -32,7 +33,7 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
   const Problem<T>& p = params.problem;
   const Output output(params, tile);
   const T minus_infinity = -static_cast<T>(__builtin_inff());
-  const int64_t step = tile.rows * partial_row(p);
+  const int64_t step = rows_of_kv_head(p) * partial_row(p);
   for (int r = 0; r < tile.rows; ++r) {
     const T* parts = partial + r * partial_row(p);
     T max = minus_infinity, sum = T(0);

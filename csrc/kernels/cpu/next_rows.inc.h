@@ -1,0 +1,37 @@
+#pragma once
+
+#include "kernels/cpu/row_tile.inc.h"
+
+namespace qkv::kernels::QKV_ISA {
+
+/// Rows of K or V that are read next, to be fetched while others are multiplied. K and V take turns,
+/// so the processor itself does not see them coming. To the second-level cache: a block of both
+/// fills the first.
+struct NextRows {
+  const char* first;
+  int64_t stride;  // bytes from one to the next
+  int64_t width;   // bytes of one
+  int64_t count;
+
+  QKV_INLINE void fetch(int64_t k) const {
+    if (k >= count) return;
+    for (int64_t b = 0; b < width; b += 64) __builtin_prefetch(first + k * stride + b, 0, 2);
+  }
+};
+
+/// The rows of `keys` of a tile's key/value head, none if there are none.
+template <class T, int kRows>
+inline NextRows next_rows(const RowTile<kRows>& tile, const Operand<const T>& x, Storage storage,
+                          KeyRange keys, int64_t width) {
+  NextRows rows{};
+  with_stored<T>(storage, [&](auto stored) {
+    using Stored = decltype(stored);
+    constexpr int64_t kBytes = sizeof(Stored);
+    const Stored* head = tile.template stored_keys_of_head<Stored>(x);
+    rows = {reinterpret_cast<const char*>(head + keys.begin * x.row_stride), x.row_stride * kBytes,
+            width * kBytes, keys.end - keys.begin};
+  });
+  return rows;
+}
+
+}  // namespace qkv::kernels::QKV_ISA
