@@ -168,7 +168,7 @@ class KernelRun {
       }
     };
     run_forward(1);
-    if (parts == 0) {  // tiles that take turns leave the same bits
+    {  // tiles that take turns leave the same bits
       const auto out = out_, lse = lse_;
       out_.assign(out.size(), std::numeric_limits<T>::quiet_NaN());
       lse_.assign(lse.size(), std::numeric_limits<T>::quiet_NaN());
@@ -483,6 +483,8 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       {1, 1, 2, 300, 64, 64, all, true},
       {4, 2, 60, 290, 24, 20, all, true},
       {2, 1, 20, 2100, 8, 8, causal, true},
+      {2, 1, 35, 4200, 9, 20, {-1, 0, 4170}},  // two tiles or three of 48 or 24 rows
+      {1, 1, 45, 4200, 5, 8, {2100, 40, 0}},
       // Many bytes a key: tiles take turns more than once.
       {1, 1, 70, 400, 64, 300, {-1, 0, 330}},
   };
@@ -509,6 +511,7 @@ TEST_P(Kernels, ProductsInBFloat16) {
       {4, 2, 60, 90, 24, 80, window},
       {1, 1, 49, 97, 66, 63, causal},
       {1, 1, 30, 2501, 10, 20, all},  // ranges of keys
+      {2, 1, 35, 4201, 10, 20, {-1, 0, 4170}},  // of several tiles
       {4, 2, 60, 290, 24, 20, all, true},
       {2, 1, 20, 2100, 8, 8, causal, true},
       {1, 1, 170, 409, 64, 300, {-1, 0, 239}},  // several turns
