@@ -510,7 +510,7 @@ TEST_P(Kernels, ProductsInBFloat16) {
       {6, 2, 40, 200, 34, 64, causal},
       {4, 2, 60, 90, 24, 80, window},
       {1, 1, 49, 97, 66, 63, causal},
-      {1, 1, 30, 2501, 10, 20, all},  // ranges of keys
+      {1, 1, 30, 2501, 10, 20, all},            // ranges of keys
       {2, 1, 35, 4201, 10, 20, {-1, 0, 4170}},  // of several tiles
       {4, 2, 60, 290, 24, 20, all, true},
       {2, 1, 20, 2100, 8, 8, causal, true},

@@ -162,8 +162,8 @@ inline void forward_few_rows(const ForwardParams<T>& params, int64_t batch, int6
   const auto tile = RowTile<Simd<T>::kWidth>::make(p, batch, kv_head, kv_head * group, group, 0);
   T* result = partial != nullptr ? partial : scratch;
   T* rest = partial != nullptr ? scratch : scratch + rows_of_kv_head(p) * partial_row(p);
-  Source::with_terms(p.key_value_storage, [&](auto stored, auto terms) {
-    few_rows<decltype(terms), T, decltype(stored)>(params, tile, keys, result, rest);
+  Source::with_few_rows(p.key_value_storage, [&](auto stored, auto products) {
+    few_rows<decltype(products), T, decltype(stored)>(params, tile, keys, result, rest);
   });
   if (partial == nullptr) merge(params, tile, 1, result);
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/bfloat16_tile.inc.h"
+#include "kernels/cpu/few_rows_in_pairs.inc.h"
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
@@ -20,21 +21,6 @@ namespace qkv::kernels::QKV_ISA {
 
 constexpr int kBFloat16Vectors = 3;  // of rows in a tile
 
-/// A vector of the terms of a score of few rows: of pairs of columns, exact.
-struct TermsOfPairs {
-  using Query = BFloat16;
-  using Pairs = Simd<BFloat16Pair>;
-  using Factor = Pairs::Factor;
-  static constexpr int kColumns = 2 * Pairs::kWidth;
-  static constexpr bool kScales = false;
-
-  static QKV_INLINE Factor query(const BFloat16* x) { return key(x); }
-  static QKV_INLINE Factor key(const BFloat16* x) { return Pairs::load(in_pairs(x)); }
-  static QKV_INLINE Pairs::Number add(Factor key, Factor query, Pairs::Number sum) {
-    return Pairs::fma(key, query, sum);
-  }
-};
-
 class BFloat16Source
     : public WeightsInPlace<BFloat16Source, float, kBFloat16Vectors * Simd<float>::kWidth> {
  public:
@@ -49,8 +35,8 @@ class BFloat16Source
   static constexpr int64_t kBytesOfNumber = sizeof(BFloat16);  // as K and V are multiplied
 
   template <class F>
-  static void with_terms(Storage, F f) {
-    f(BFloat16{}, TermsOfPairs{});
+  static void with_few_rows(Storage, F f) {
+    f(BFloat16{}, FewRowsInPairs{});
   }
 
   /// Whether there is a kernel for a problem of these sizes.

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/block_rows.inc.h"
-#include "kernels/cpu/few_rows.inc.h"
+#include "kernels/cpu/few_rows_of_numbers.inc.h"
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
@@ -28,10 +28,11 @@ class ForwardSource
 
   static constexpr int64_t kBytesOfNumber = sizeof(T);  // as K and V are multiplied
 
-  /// f(a number as stored, the terms of a score of few rows)
+  /// f(a number as stored, the products of few rows)
   template <class F>
-  static void with_terms(Storage storage, F f) {
-    with_stored<T>(storage, [&](auto stored) { f(stored, TermsOfNumbers<T, decltype(stored)>{}); });
+  static void with_few_rows(Storage storage, F f) {
+    with_stored<T>(storage,
+                   [&](auto stored) { f(stored, FewRowsOfNumbers<T, decltype(stored)>{}); });
   }
 
   static int64_t out_rows(const Problem<T>& p) { return p.value_dim; }

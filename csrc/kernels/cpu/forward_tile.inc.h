@@ -277,7 +277,8 @@ class ForwardTile {
   /// kChanges, `scores` changes nothing and no weight is dropped.
   template <int kVectors, bool kChanges>
   bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
-                          const Scores<kVectors>& scores, const uint8_t* stays, const NextKeys& next, T* weights) {
+                          const Scores<kVectors>& scores, const uint8_t* stays,
+                          const NextKeys& next, T* weights) {
     const auto lowest = S::set(-Limits<T>::kLargest);
     Number shift[kVectors], sum[kVectors], block_max[kVectors];
     for (int v = 0; v < kVectors; ++v) {

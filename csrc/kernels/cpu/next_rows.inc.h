@@ -4,9 +4,9 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Rows of K or V that are read next, to be fetched while others are multiplied. K and V take turns,
-/// so the processor itself does not see them coming. To the second-level cache: a block of both
-/// fills the first.
+/// Rows of K or V that are read next, to be fetched while others are multiplied. K and V take
+/// turns, so the processor itself does not see them coming. To the second-level cache: a block of
+/// both fills the first.
 struct NextRows {
   const char* first;
   int64_t stride;  // bytes from one to the next

@@ -1,0 +1,222 @@
+#pragma once
+
+#include "kernels/cpu/bfloat16_pairs_avx512.h"
+#include "kernels/cpu/next_rows.inc.h"
+
+// The products of few_rows.inc.h in bfloat16, exact: those of keys two columns at a time.
+//
+// With one row a vector has 32 columns of a key. With four it has 8 columns of each of four keys,
+// and the queries have the same 8 columns in all quarters, so that sums over lanes end in quarters:
+//
+//                    quarter 0     1      2      3
+//     four keys             k0     k1     k2     k3      columns 8c .. 8c + 8
+//     query r               q_r    q_r    q_r    q_r     the same
+//     sum[r]              4 sums  ..                     -> S[k0 .. k3][r]
+
+namespace qkv::kernels::QKV_ISA {
+
+struct FewRowsInPairs {
+  using S = Simd<float>;
+  using Pairs = Simd<BFloat16Pair>;
+  using Number = S::Number;
+  using Query = BFloat16Pair;
+  static constexpr int kColumns = 32;  // of a vector
+  static constexpr int kQuarters = 4;  // of a vector
+
+  /// Pairs that a query takes.
+  static int64_t query_size(int64_t rows, int64_t width) {
+    const int64_t vectors = (width + kColumns - 1) / kColumns;
+    return vectors * Pairs::kWidth * (rows == 1 ? 1 : rows * kQuarters);
+  }
+
+  /// One row as it is; of several query[d / 8][r][4 times 8 columns]. Zeros from `width` on, and for
+  /// a row that is nullptr.
+  template <int kRows>
+  static void pack_query(const BFloat16* const (&from)[kRows], int64_t width, float /*scale*/,
+                         BFloat16Pair* query) {
+    for (int64_t d = 0; d < width; d += kColumns) {
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i x =
+            from[r] != nullptr ? columns(from[r] + d, width - d) : _mm512_setzero_si512();
+        BFloat16Pair* to = query + d / 2 * (kRows == 1 ? 1 : kRows * kQuarters);
+        if constexpr (kRows == 1) {
+          _mm512_storeu_si512(to, x);
+        } else {
+          to += r * Pairs::kWidth;
+          constexpr int kNext = kRows * Pairs::kWidth;
+          _mm512_storeu_si512(to, _mm512_shuffle_i32x4(x, x, 0x00));
+          _mm512_storeu_si512(to + kNext, _mm512_shuffle_i32x4(x, x, 0x55));
+          _mm512_storeu_si512(to + 2 * kNext, _mm512_shuffle_i32x4(x, x, 0xaa));
+          _mm512_storeu_si512(to + 3 * kNext, _mm512_shuffle_i32x4(x, x, 0xff));
+        }
+      }
+    }
+  }
+
+  /// scores[k][r] = scale · <key_k, query_r>, whole vectors of them.
+  template <int kRows>
+  static void scores(int keys, int64_t width, const BFloat16* key, int64_t key_row,
+                     const BFloat16Pair* query, float scale, float* scores, const NextRows& next) {
+    if constexpr (kRows == 1) {
+      for (int k = 0; k < keys; ++k, key += key_row) {
+        next.fetch(k);
+        auto sum = S::zero();
+        for (int64_t d = 0; d < width; d += kColumns) {
+          sum = Pairs::fma(factor(columns(key + d, width - d)), Pairs::load(query + d / 2), sum);
+        }
+        scores[k] = scale * S::sum(sum);
+      }
+    } else {
+      static_assert(kRows == kQuarters, "sums of a vector's quarters are scores of four rows");
+      constexpr int kGroups = 2;  // of four keys, for which a query is loaded once
+      for (int first = 0; first < keys; first += kGroups * kQuarters) {
+        const BFloat16* row[kGroups * kQuarters];  // of the last key again where there is none
+        for (int k = 0; k < kGroups * kQuarters; ++k) {
+          row[k] = key + (first + k < keys ? first + k : keys - 1) * key_row;
+          next.fetch(first + k);
+        }
+        Number sum[kGroups][kRows];
+        for (auto& group : sum) {
+          for (auto& s : group) s = S::zero();
+        }
+        for (int64_t d = 0; d < width; d += kColumns) {
+          __m512i x[kGroups][kQuarters];
+#pragma GCC unroll 2
+          for (int g = 0; g < kGroups; ++g) quarters_of_keys(row + g * kQuarters, d, width, x[g]);
+#pragma GCC unroll 4
+          for (int c = 0; c < kQuarters; ++c) {
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) {
+              const auto q = Pairs::load(query + d / 2 * kRows * kQuarters +
+                                         (c * kRows + r) * Pairs::kWidth);
+#pragma GCC unroll 2
+              for (int g = 0; g < kGroups; ++g) {
+                sum[g][r] = Pairs::fma(factor(x[g][c]), q, sum[g][r]);
+              }
+            }
+          }
+        }
+#pragma GCC unroll 2
+        for (int g = 0; g < kGroups; ++g) {
+          S::store(scores + (first + g * kQuarters) * kRows,
+                   S::set(scale) * sums_of_quarters(sum[g]));
+        }
+      }
+    }
+  }
+
+  /// out[r][d] += sum over keys of weights[k][r] · value_k[d]
+  template <int kRows>
+  static void add_values(int keys, int64_t width, const BFloat16* value, int64_t value_row,
+                         const float* weights, float* out, int64_t out_row, NextRows next) {
+    for (int64_t d = 0; d < width; d += 2 * kColumns) {
+      const auto add = [&](auto vectors) {
+        add_columns<kRows, vectors()>(keys, width - d, value + d, value_row, weights, out + d,
+                                      out_row, next);
+      };
+      width - d > kColumns ? add(Constant<2>{}) : add(Constant<1>{});
+      next.count = 0;
+    }
+  }
+
+ private:
+  static QKV_INLINE __m512i columns(const BFloat16* from, int64_t left) {
+    return left >= kColumns ? _mm512_loadu_si512(from)
+                            : _mm512_maskz_loadu_epi16(first_lanes_of_32(left), from);
+  }
+  static QKV_INLINE Pairs::Factor factor(__m512i x) { return reinterpret_cast<Pairs::Factor>(x); }
+
+  /// x[c]: columns d + 8c .. d + 8c + 8 of four keys.
+  static QKV_INLINE void quarters_of_keys(const BFloat16* const* row, int64_t d, int64_t width,
+                                          __m512i (&x)[kQuarters]) {
+    __m512i key[kQuarters];
+#pragma GCC unroll 4
+    for (int k = 0; k < kQuarters; ++k) key[k] = columns(row[k] + d, width - d);
+    const __m512i low01 = _mm512_shuffle_i32x4(key[0], key[1], 0x44);
+    const __m512i low23 = _mm512_shuffle_i32x4(key[2], key[3], 0x44);
+    const __m512i high01 = _mm512_shuffle_i32x4(key[0], key[1], 0xee);
+    const __m512i high23 = _mm512_shuffle_i32x4(key[2], key[3], 0xee);
+    x[0] = _mm512_shuffle_i32x4(low01, low23, 0x88);
+    x[1] = _mm512_shuffle_i32x4(low01, low23, 0xdd);
+    x[2] = _mm512_shuffle_i32x4(high01, high23, 0x88);
+    x[3] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
+  }
+
+  /// Lane 4k + r: the sum of quarter k of sum[r].
+  static QKV_INLINE Number sums_of_quarters(const Number (&sum)[4]) {
+    const auto add = [](Number a, Number b) __attribute__((always_inline)) {
+      return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+    };
+    const __m512d first = _mm512_castps_pd(add(sum[0], sum[1]));
+    const __m512d second = _mm512_castps_pd(add(sum[2], sum[3]));
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(first, second)) +
+           _mm512_castpd_ps(_mm512_unpackhi_pd(first, second));
+  }
+
+  /// kVectors vectors of columns, `left` of them or more: even and odd ones in vectors of their
+  /// own, as they are converted with one operation each.
+  template <int kRows, int kVectors>
+  static void add_columns(int keys, int64_t left, const BFloat16* value, int64_t value_row,
+                          const float* weights, float* out, int64_t out_row,
+                          const NextRows& next) {
+    const __m512i lane =
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i even = _mm512_slli_epi32(lane, 1);                      // 0, 2, .. 30
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));      // 1, 3, .. 31
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    Number sum[kRows][kVectors][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t d = v * kColumns;
+        const float* from = out + r * out_row + d;
+        const auto a = _mm512_maskz_loadu_ps(first_lanes(left - d), from);
+        const auto b = left - d > 16
+                           ? _mm512_maskz_loadu_ps(first_lanes(left - d - 16), from + 16)
+                           : S::zero();
+        sum[r][v][0] = _mm512_permutex2var_ps(a, even, b);
+        sum[r][v][1] = _mm512_permutex2var_ps(a, odd, b);
+      }
+    }
+    for (int k = 0; k < keys; ++k, value += value_row) {
+      next.fetch(k);
+      Number x[kVectors][2];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const __m512i pairs = columns(value + v * kColumns, left - v * kColumns);
+        x[v][0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+        x[v][1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const auto weight = S::set(weights[k * kRows + r]);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          sum[r][v][0] = S::fma(weight, x[v][0], sum[r][v][0]);
+          sum[r][v][1] = S::fma(weight, x[v][1], sum[r][v][1]);
+        }
+      }
+    }
+    // Back to where they belong: 0, 16, 1, 17, .. and 8, 24, 9, 25, ..
+    const __m512i half = _mm512_srli_epi32(lane, 1);
+    const __m512i first = _mm512_or_si512(
+        half, _mm512_slli_epi32(_mm512_and_si512(lane, _mm512_set1_epi32(1)), 4));
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t d = v * kColumns;
+        float* to = out + r * out_row + d;
+        _mm512_mask_storeu_ps(to, first_lanes(left - d),
+                              _mm512_permutex2var_ps(sum[r][v][0], first, sum[r][v][1]));
+        if (left - d <= 16) continue;
+        _mm512_mask_storeu_ps(to + 16, first_lanes(left - d - 16),
+                              _mm512_permutex2var_ps(sum[r][v][0], second, sum[r][v][1]));
+      }
+    }
+  }
+};
+
+}  // namespace qkv::kernels::QKV_ISA

@@ -1,0 +1,123 @@
+#pragma once
+
+#include "kernels/cpu/next_rows.inc.h"
+#include "kernels/cpu/transpose.inc.h"
+
+namespace qkv::kernels::QKV_ISA {
+
+/// The products of few_rows.inc.h, T a number as it is multiplied, Stored one of K and V.
+template <class T, class Stored>
+struct FewRowsOfNumbers {
+  using S = Simd<T>;
+  using Number = typename S::Number;
+  using Query = T;
+
+  /// Numbers that a query takes: whole vectors.
+  static int64_t query_size(int64_t rows, int64_t width) {
+    return rows * round_up_to_vector<T>(width);
+  }
+
+  /// query[r][d], scale folded in; a row that is nullptr counts as zeros.
+  template <int kRows>
+  static void pack_query(const Stored* const (&from)[kRows], int64_t width, T scale, T* query) {
+    const int64_t row = round_up_to_vector<T>(width);
+    set_to_zero(query, query_size(kRows, width));
+    for (int r = 0; r < kRows; ++r) {
+      if (from[r] == nullptr) continue;
+      for (int64_t d = 0; d < width; ++d) query[r * row + d] = scale * static_cast<T>(from[r][d]);
+    }
+  }
+
+  /// scores[k][r] = <key_k, query_r>, whole vectors of them. Of several rows as many products at a
+  /// time as a vector has lanes: their sums over lanes are one vector in the end.
+  template <int kRows>
+  static void scores(int keys, int64_t width, const Stored* key, int64_t key_row, const T* query,
+                     T /*scale*/, T* scores, const NextRows& next) {
+    constexpr int kKeys = kRows == 1 ? 1 : S::kWidth / kRows;
+    const int64_t query_row = round_up_to_vector<T>(width);
+    const int64_t whole = width / S::kWidth * S::kWidth;
+    for (int first = 0; first < keys; first += kKeys, scores += kKeys * kRows) {
+      const int count = keys - first < kKeys ? keys - first : kKeys;
+      const Stored* row[kKeys];  // of the last key again where there is none
+      for (int k = 0; k < kKeys; ++k) {
+        row[k] = key + (first + (k < count ? k : count - 1)) * key_row;
+      }
+      for (int k = 0; k < count; ++k) next.fetch(first + k);
+      Number sum[kKeys * kRows];
+      for (auto& s : sum) s = S::zero();
+      for (int64_t d = 0; d < whole; d += S::kWidth) {
+        Number q[kRows];
+        for (int r = 0; r < kRows; ++r) q[r] = S::load(query + r * query_row + d);
+#pragma GCC unroll 4
+        for (int k = 0; k < kKeys; ++k) {
+          const auto x = load_stored<T>(row[k] + d);
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) sum[k * kRows + r] = S::fma(x, q[r], sum[k * kRows + r]);
+        }
+      }
+      if constexpr (kRows == 1) {
+        scores[0] = S::sum(sum[0]);
+      } else {
+        S::store(scores, sums_over_lanes<T>(sum));
+      }
+      if (whole == width) continue;
+      for (int k = 0; k < kKeys; ++k) {
+        for (int r = 0; r < kRows; ++r) {
+          T& score = scores[k * kRows + r];
+          for (int64_t d = whole; d < width; ++d) {
+            score += static_cast<T>(row[k][d]) * query[r * query_row + d];
+          }
+        }
+      }
+    }
+  }
+
+  /// out[r][d] += sum over keys of weights[k][r] · value_k[d]
+  template <int kRows>
+  static void add_values(int keys, int64_t width, const Stored* value, int64_t value_row,
+                         const T* weights, T* out, int64_t out_row, NextRows next) {
+    int64_t d = 0;
+    for (; d + 4 * S::kWidth <= width; d += 4 * S::kWidth) {
+      add_columns<kRows, 4>(keys, value + d, value_row, weights, out + d, out_row, next);
+      next.count = 0;
+    }
+    for (; d + S::kWidth <= width; d += S::kWidth) {
+      add_columns<kRows, 1>(keys, value + d, value_row, weights, out + d, out_row, next);
+      next.count = 0;
+    }
+    for (; d < width; ++d) {
+      for (int r = 0; r < kRows; ++r) {
+        T& sum = out[r * out_row + d];
+        for (int k = 0; k < keys; ++k) {
+          sum += weights[k * kRows + r] * static_cast<T>(value[k * value_row + d]);
+        }
+      }
+    }
+  }
+
+ private:
+  /// kVectors vectors of columns.
+  template <int kRows, int kVectors>
+  static void add_columns(int keys, const Stored* value, int64_t value_row, const T* weights,
+                          T* out, int64_t out_row, const NextRows& next) {
+    Number sum[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = S::load(out + r * out_row + v * S::kWidth);
+    }
+    for (int k = 0; k < keys; ++k) {
+      const Stored* row = value + k * value_row;
+      next.fetch(k);
+      Number x[kVectors];
+      for (int v = 0; v < kVectors; ++v) x[v] = load_stored<T>(row + v * S::kWidth);
+      for (int r = 0; r < kRows; ++r) {
+        const auto weight = S::set(weights[k * kRows + r]);
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = S::fma(weight, x[v], sum[r][v]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) S::store(out + r * out_row + v * S::kWidth, sum[r][v]);
+    }
+  }
+};
+
+}  // namespace qkv::kernels::QKV_ISA
