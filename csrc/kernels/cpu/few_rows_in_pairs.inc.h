@@ -29,8 +29,8 @@ struct FewRowsInPairs {
     return vectors * Pairs::kWidth * (rows == 1 ? 1 : rows * kQuarters);
   }
 
-  /// One row as it is; of several query[d / 8][r][4 times 8 columns]. Zeros from `width` on, and for
-  /// a row that is nullptr.
+  /// One row as it is; of several query[d / 8][r][4 times 8 columns]. Zeros from `width` on, and
+  /// for a row that is nullptr.
   template <int kRows>
   static void pack_query(const BFloat16* const (&from)[kRows], int64_t width, float /*scale*/,
                          BFloat16Pair* query) {
@@ -87,8 +87,8 @@ struct FewRowsInPairs {
           for (int c = 0; c < kQuarters; ++c) {
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) {
-              const auto q = Pairs::load(query + d / 2 * kRows * kQuarters +
-                                         (c * kRows + r) * Pairs::kWidth);
+              const auto q =
+                  Pairs::load(query + d / 2 * kRows * kQuarters + (c * kRows + r) * Pairs::kWidth);
 #pragma GCC unroll 2
               for (int g = 0; g < kGroups; ++g) {
                 sum[g][r] = Pairs::fma(factor(x[g][c]), q, sum[g][r]);
@@ -157,12 +157,10 @@ struct FewRowsInPairs {
   /// own, as they are converted with one operation each.
   template <int kRows, int kVectors>
   static void add_columns(int keys, int64_t left, const BFloat16* value, int64_t value_row,
-                          const float* weights, float* out, int64_t out_row,
-                          const NextRows& next) {
-    const __m512i lane =
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i even = _mm512_slli_epi32(lane, 1);                      // 0, 2, .. 30
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));      // 1, 3, .. 31
+                          const float* weights, float* out, int64_t out_row, const NextRows& next) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i even = _mm512_slli_epi32(lane, 1);                  // 0, 2, .. 30
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));  // 1, 3, .. 31
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     Number sum[kRows][kVectors][2];
 #pragma GCC unroll 4
@@ -172,9 +170,8 @@ struct FewRowsInPairs {
         const int64_t d = v * kColumns;
         const float* from = out + r * out_row + d;
         const auto a = _mm512_maskz_loadu_ps(first_lanes(left - d), from);
-        const auto b = left - d > 16
-                           ? _mm512_maskz_loadu_ps(first_lanes(left - d - 16), from + 16)
-                           : S::zero();
+        const auto b = left - d > 16 ? _mm512_maskz_loadu_ps(first_lanes(left - d - 16), from + 16)
+                                     : S::zero();
         sum[r][v][0] = _mm512_permutex2var_ps(a, even, b);
         sum[r][v][1] = _mm512_permutex2var_ps(a, odd, b);
       }
@@ -200,8 +197,8 @@ struct FewRowsInPairs {
     }
     // Back to where they belong: 0, 16, 1, 17, .. and 8, 24, 9, 25, ..
     const __m512i half = _mm512_srli_epi32(lane, 1);
-    const __m512i first = _mm512_or_si512(
-        half, _mm512_slli_epi32(_mm512_and_si512(lane, _mm512_set1_epi32(1)), 4));
+    const __m512i first =
+        _mm512_or_si512(half, _mm512_slli_epi32(_mm512_and_si512(lane, _mm512_set1_epi32(1)), 4));
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
