@@ -2,6 +2,7 @@
 
 #include "kernels/cpu/bfloat16_pairs_avx512.h"
 #include "kernels/cpu/next_rows.inc.h"
+#include "kernels/cpu/transpose.inc.h"
 
 // The products of few_rows.inc.h in bfloat16, exact: those of keys two columns at a time.
 //
@@ -98,8 +99,9 @@ struct FewRowsInPairs {
         }
 #pragma GCC unroll 2
         for (int g = 0; g < kGroups; ++g) {
-          S::store(scores + (first + g * kQuarters) * kRows,
-                   S::set(scale) * sums_of_quarters(sum[g]));
+          S::store(
+              scores + (first + g * kQuarters) * kRows,
+              S::set(scale) * sums_in_quarters<float>(sum[g][0], sum[g][1], sum[g][2], sum[g][3]));
         }
       }
     }
@@ -140,17 +142,6 @@ struct FewRowsInPairs {
     x[1] = _mm512_shuffle_i32x4(low01, low23, 0xdd);
     x[2] = _mm512_shuffle_i32x4(high01, high23, 0x88);
     x[3] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
-  }
-
-  /// Lane 4k + r: the sum of quarter k of sum[r].
-  static QKV_INLINE Number sums_of_quarters(const Number (&sum)[4]) {
-    const auto add = [](Number a, Number b) __attribute__((always_inline)) {
-      return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
-    };
-    const __m512d first = _mm512_castps_pd(add(sum[0], sum[1]));
-    const __m512d second = _mm512_castps_pd(add(sum[2], sum[3]));
-    return _mm512_castpd_ps(_mm512_unpacklo_pd(first, second)) +
-           _mm512_castpd_ps(_mm512_unpackhi_pd(first, second));
   }
 
   /// kVectors vectors of columns, `left` of them or more: even and odd ones in vectors of their

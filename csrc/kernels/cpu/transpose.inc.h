@@ -4,10 +4,10 @@
 
 // A square of as many vectors as a vector has lanes, transposed in registers, and sums over lanes.
 //
-// Floats go by quarters of 128 bits, within which and of which any two vectors can be shuffled in
-// one instruction without a vector of indices: squares of 4 x 4 numbers in each quarter, then of
-// 4 x 4 quarters. Where a vector has no four quarters, step h exchanges the bits h of vector number
-// and lane.
+// Floats go by quarters of 128 bits, within which and of which two vectors can be shuffled in one
+// instruction without a vector of indices: squares of 4 x 4 numbers in each quarter, and of 4 x 4
+// quarters. Where a vector has fewer of them, or numbers are larger, step h exchanges the bits h of
+// vector number and lane.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -61,7 +61,7 @@ QKV_INLINE typename Simd<T>::Number shuffled(typename Simd<T>::Number a,
   return shuffled<kFrom>(a, b, typename LanesUpTo<Simd<T>::kWidth>::Type{});
 }
 
-/// Whether vectors have quarters that are squares' sides.
+/// Whether four numbers have 128 bits, and a vector four times as many.
 template <class T>
 constexpr bool kHasQuads = sizeof(T) == 4 && Simd<T>::kWidth % 4 == 0;
 template <class T>
@@ -120,20 +120,28 @@ QKV_INLINE typename Simd<T>::Number fold(typename Simd<T>::Number a, typename Si
   return shuffled<T, kLow>(a, b) + shuffled<T, kHigh>(a, b);
 }
 
+/// In each quarter: its sums of a, b, c and d.
+template <class T>
+QKV_INLINE typename Simd<T>::Number sums_in_quarters(typename Simd<T>::Number a,
+                                                     typename Simd<T>::Number b,
+                                                     typename Simd<T>::Number c,
+                                                     typename Simd<T>::Number d) {
+  using From = Shuffles<Simd<T>::kWidth>;
+  const auto add = fold<T, From::template singles<0>, From::template singles<1>>;
+  return fold<T, From::template doubles<0>, From::template doubles<1>>(add(a, b), add(c, d));
+}
+
 /// Lane l: the sum of all lanes of x[l].
 template <class T, int kStep = Simd<T>::kWidth / 2>
 QKV_INLINE typename Simd<T>::Number sums_over_lanes(
     typename Simd<T>::Number (&x)[Simd<T>::kWidth]) {
   using From = Shuffles<Simd<T>::kWidth>;
   if constexpr (kHasFourQuads<T>) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-      const auto fold_singles = fold<T, From::template singles<0>, From::template singles<1>>;
-      x[i] = fold<T, From::template doubles<0>, From::template doubles<1>>(
-          fold_singles(x[i], x[i + 1]), fold_singles(x[i + 2], x[i + 3]));
-    }
-    const auto fold_quarters = fold<T, From::template quarters<0>, From::template quarters<1>>;
-    return fold_quarters(fold_quarters(x[0], x[4]), fold_quarters(x[8], x[12]));
+    const auto add = fold<T, From::template quarters<0>, From::template quarters<1>>;
+    return add(add(sums_in_quarters<T>(x[0], x[1], x[2], x[3]),
+                   sums_in_quarters<T>(x[4], x[5], x[6], x[7])),
+               add(sums_in_quarters<T>(x[8], x[9], x[10], x[11]),
+                   sums_in_quarters<T>(x[12], x[13], x[14], x[15])));
   } else if constexpr (kStep > 0) {
 #pragma GCC unroll 16
     for (int i = 0; i < kStep; ++i) {
