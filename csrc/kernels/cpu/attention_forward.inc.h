@@ -72,6 +72,14 @@ inline bool shares_turns(const Problem<T>& p) {
   return Source::Turn::bytes(p, 1) > 0;
 }
 
+/// Whether the first of so many tiles in turn reads K and V from far away.
+template <class Source, class T>
+inline bool first_tile_fetches(const Problem<T>& p, int64_t count) {
+  const bool reads_stored =
+      Source::prepared_bytes(p) == 0 && (count == 1 || !shares_turns<Source>(p));
+  return reads_stored && is_large_head<Source>(p);
+}
+
 /// How many tiles of a head take turns: several if that pays and `threads` threads have enough
 /// units even so. No bit of a result depends on it.
 template <class Source, class T>
@@ -205,10 +213,9 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   char* memory = static_cast<char*>(scratch) + whole_lines(ForwardTile<Source>::block_bytes(p));
   const int64_t first = turn * in_turn;
   const int64_t count = tiles - first < in_turn ? tiles - first : in_turn;
-  const bool first_fetches = is_large_head<Source>(p) && (count == 1 || !shares_turns<Source>(p));
   typename Source::Turn shared(p, memory + in_turn * Tile::bytes(p));
   for (int64_t i = 0; i < count; ++i, memory += Tile::bytes(p)) {
-    const bool fetches = first_fetches && i == 0;
+    const bool fetches = i == 0 && first_tile_fetches<Source>(p, count);
     tile[i] = new (memory) Tile(params, batch, kv_head, first + i, keys, fetches, shared, scratch);
   }
   const int64_t step = count == 1 ? p.keys : keys_of_turn<Source>(p);

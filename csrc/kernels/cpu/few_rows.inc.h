@@ -5,7 +5,6 @@
 #include "kernels/cpu/next_rows.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
-#include "kernels/cpu/transpose.inc.h"
 #include "kernels/online_softmax.h"
 
 // Forward attention for up to 4 query rows (2 if a vector has no more lanes) of a key/value head,
