@@ -26,8 +26,8 @@ template <class T>
 constexpr int kFewRows = Simd<T>::kWidth < 4 ? Simd<T>::kWidth : 4;
 constexpr int kFewRowsBlockKeys = 128;
 
-/// Room for the partial results as well, for when they are merged at once, and for queries that take
-/// twice their numbers (few_rows_in_pairs.inc.h).
+/// Room for the partial results as well, for when they are merged at once, and for queries that
+/// take twice their numbers (few_rows_in_pairs.inc.h).
 template <class T>
 inline int64_t few_rows_scratch_bytes(const Problem<T>& p) {
   constexpr int kWidth = Simd<T>::kWidth;
