@@ -206,7 +206,11 @@ def test_derivatives_of_heads_apart_or_together(dtype):
 
 
 def test_common_part_of_values_moves_nothing():
-    """Whatever the rounding of weights: they still add up to a constant."""
+    """Whatever the rounding of weights: they still add up to a constant.
+
+    To within a few 2^-16 at most, which AMX loses where it cuts each of them into two bfloat16
+    numbers, not the 2^-9 of one.
+    """
     torch.manual_seed(0)
     query, key, query_t, key_t = (torch.randn(1, 2, 300, 16).bfloat16() for _ in range(4))
     value = torch.full_like(key, 64.0)
@@ -215,7 +219,7 @@ def test_common_part_of_values_moves_nothing():
         return qkv.attention(query, key, value, is_causal=True)
 
     out_t = torch.func.jvp(attend, (query, key), (query_t, key_t))[1]
-    assert out_t.abs().max() < 2e-4
+    assert out_t.abs().max() < 64 * 2**-14
 
 
 @half_types
