@@ -10,8 +10,8 @@ MULTIPLY_ADDS = 2**24  # of one call, by each thread; limits.h
 # operations, the rest of it (rounding, scaling) goes elsewhere.
 OPERATIONS_OF_EXP = 6
 # What is computed for each (query, key): products as wide as the key, as wide as the value, and
-# exponentials. A double backward is a jvp (5 products) and what follows it (10); a call with
-# tangents is a forward and a jvp.
+# exponentials. A double backward is a jvp (5 products) and what follows it (10, three of which our
+# kernel for CPUs keeps from the jvp); a call with tangents is a forward and a jvp.
 WORK = {
     "forward": (1, 1, 1),
     "backward": (3, 2, 1),

@@ -1,15 +1,15 @@
-// _attention_backward_backward on CPU: tensors to Params; the jvp along the cotangents, then the
-// same loops as in the backward.
+// _attention_backward_backward on CPU: tensors to Params; the same loops as in the backward, over
+// splits of the rows.
 
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "checks.h"
-#include "cpu/attention_jvp.h"
 #include "cpu/gradients.h"
 #include "cpu/heads.h"
 #include "cpu/kernels.h"
 #include "cpu/readable.h"
+#include "cpu/tangent_kernels.h"
 #include "cpu/units.h"
 #include "layout.h"
 
@@ -52,8 +52,9 @@ void run_heads(const kernels::BackwardBackwardParams<T>& params, const Tensors& 
 
 template <class T>
 void run(const Tensors& t) {
-  kernels::JvpParams<T> jvp{};
-  kernels::BackwardBackwardParams<T> second{};
+  kernels::SecondOrderParams<T> params{};
+  kernels::JvpParams<T>& jvp = params.jvp;
+  kernels::BackwardBackwardParams<T>& second = params.second;
   kernels::BackwardParams<T>& backward = second.backward;
   BatchDimensions batch(t.x.query.sizes().slice(0, t.x.query.dim() - 3));
   describe(backward.problem, t.x, batch);
@@ -65,7 +66,7 @@ void run(const Tensors& t) {
   if (t.needs[0]) describe(backward.grad_query, t.grads[0], batch);
   if (t.needs[1]) describe(backward.grad_key, t.grads[1], batch);
   if (t.needs[2]) describe(backward.grad_value, t.grads[2], batch);
-  if (t.needs[3]) describe(backward.grad_mask, t.grads[3], batch);
+  if (t.needs[3] && t.x.key.size(-2) > 0) describe(backward.grad_mask, t.grads[3], batch);
   batch.complete(backward.problem);
   backward.lse = static_cast<const T*>(t.lse.const_data_ptr());
   backward.lse_rest = static_cast<const T*>(t.lse_rest.const_data_ptr());
@@ -82,22 +83,35 @@ void run(const Tensors& t) {
   const kernels::TangentKernels<T>& tangents = tangent_kernels_for(backward.problem);
   const bool owns_mask = tangents.mask_gradient_t != nullptr;
   const kernels::TangentKernels<T>& of_mask = owns_mask ? tangents : kernels;
-  run_jvp(tangents, jvp);
-
-  backward.splits = number_of_splits(backward.problem.keys);
-  const auto slope_gradient = c10::GetCPUAllocator()->allocate(
-      t.needs[4] ? backward.splits * t.lse.numel() * sizeof(T) : 0);
+  const kernels::Problem<T>& p = backward.problem;
+  const auto slope_gradient =
+      c10::GetCPUAllocator()->allocate(t.needs[4] ? t.lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = t.needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
-  if (backward.problem.keys > 0) {
-    run_gradients<T, kernels::BackwardBackwardParams<T>>(
-        backward, second, t.needs,
-        {kernels.backward_row_tiles, tangents.backward_backward_scratch_bytes,
-         tangents.partial_grad_query_t_size, tangents.backward_backward, tangents.sum_grad_query_t,
-         /*add_to_mask=*/owns_mask},
-        {kernels.mask_gradient_units, of_mask.mask_gradient_t_scratch_bytes,
-         of_mask.mask_gradient_t});
-  }
-  if ((t.needs[4] && backward.problem.keys > 0) || t.needs[5]) run_heads(second, t);
+  backward.splits = 1;  // of the keys
+  params.splits = number_of_splits(p.query_heads / p.kv_heads * p.queries);
+  const auto prepared = prepare_heads(
+      p, tangents.second_order_prepared_bytes(params),
+      [&](int64_t head, void* to) { tangents.prepare_second_order(params, head, to); });
+  params.prepared = prepared.get();
+
+  SplitPass<T, kernels::SecondOrderParams<T>> splits{};
+  splits.what = Split::kRows;
+  splits.splits = params.splits;
+  splits.scratch_bytes = tangents.second_order_scratch_bytes(params);
+  splits.run = tangents.second_order;
+  splits.needed = true;
+  splits.add_to_mask = owns_mask;
+  splits.sums = params.splits > 1 && (t.needs[1] || t.needs[2]);
+  splits.partial = &params.partial;
+  splits.partial_size = tangents.second_order_partial_size(params);
+  splits.units_at_once = 2;  // each with two gradients, and of equal size
+  splits.sum_units = tangents.sum_keys_units(params);
+  splits.sum = tangents.sum_keys;
+  run_gradients<T, kernels::SecondOrderParams<T>>(
+      backward, params, splits,
+      {kernels.mask_gradient_units, of_mask.mask_gradient_t_scratch_bytes(second),
+       [&](int64_t unit, void* scratch) { of_mask.mask_gradient_t(second, unit, scratch); }});
+  if (t.needs[4] || t.needs[5]) run_heads(second, t);
 }
 
 TensorTuple<8> attention_backward_backward(

@@ -1,12 +1,11 @@
 // _attention_jvp on CPU: tensors to Params, a parallel loop over tiles.
 
-#include "cpu/attention_jvp.h"
-
 #include <torch/library.h>
 
 #include "checks.h"
 #include "cpu/heads.h"
 #include "cpu/readable.h"
+#include "cpu/tangent_kernels.h"
 #include "layout.h"
 
 namespace qkv::cpu {
@@ -26,7 +25,13 @@ void run(const Operands& x, const Tangents& tangents, const Tensor& out, const T
   params.lse = static_cast<const T*>(lse.const_data_ptr());
   params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
   params.lse_t = static_cast<T*>(lse_t.data_ptr());
-  run_jvp(tangent_kernels_for(params.problem), params);
+  const kernels::TangentKernels<T>& kernels = tangent_kernels_for(params.problem);
+  const auto prepared =
+      prepare_heads(params.problem, kernels.jvp_prepared_bytes(params),
+                    [&](int64_t head, void* to) { kernels.prepare_jvp(params, head, to); });
+  for_each_unit(
+      kernels.jvp_units(params), kernels.jvp_scratch_bytes(params),
+      [&](int64_t unit, void* scratch) { kernels.jvp(params, prepared.get(), unit, scratch); });
 }
 
 TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor& lse,

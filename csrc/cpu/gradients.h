@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <utility>
 #include <vector>
@@ -11,7 +12,7 @@
 #include "operands.h"
 #include "problem.h"
 
-// What the backward and its own derivative do alike: loops over splits of the keys, sums over the
+// What the backward and its own derivative do alike: loops over splits of heads, sums over the
 // batch.
 
 namespace qkv::cpu {
@@ -23,27 +24,37 @@ inline void put(const Gradients& grads, const Gradients& results) {
   }
 }
 
-/// How many ranges the keys of a head are cut into. Of N alone: the bits of a gradient depend on
-/// it, and must not depend on the number of threads or on the batch.
-inline int64_t number_of_splits(int64_t keys) { return std::clamp<int64_t>(keys / 512, 1, 8); }
+/// How many parts the keys, or the rows, of a head are cut into. Of their number alone: the bits of
+/// a gradient depend on it, and must not depend on the number of threads or on the batch.
+inline int64_t number_of_splits(int64_t length) { return std::clamp<int64_t>(length / 512, 1, 8); }
 
-/// The kernels of a backward that leaves each split's part of grad_query in a buffer.
+/// What a head is cut into.
+enum class Split { kKeys, kRows };
+
+/// A pass over all splits of all heads, and one that sums what they left in buffers.
 template <class T, class Params>
-struct SplitKernels {
-  int64_t (*row_tiles)(const kernels::Problem<T>&);
-  int64_t (*scratch_bytes)(const Params&);
-  int64_t (*partial_size)(const Params&);  // of one key/value head
+struct SplitPass {
+  Split what;
+  int64_t splits;  // of one key/value head
+  int64_t scratch_bytes;
   void (*run)(const Params&, int64_t first_head, int64_t unit, void* scratch);
-  void (*sum_grad_query)(const Params&, int64_t first_head, int64_t unit, void* scratch);
+  bool needed;       // by more than the mask's gradient
   bool add_to_mask;  // whether run adds to grad_mask
+
+  bool sums;              // whether there are buffers
+  T** partial;            // where Params has them
+  int64_t partial_size;   // of one key/value head
+  int64_t units_at_once;  // of each thread, that have buffers
+  int64_t sum_units;      // of one key/value head
+  void (*sum)(const Params&, int64_t first_head, int64_t unit, void* scratch);
 };
 
-/// And those that give the mask's gradient a pass of its own.
-template <class T, class Params>
-struct MaskKernels {
+/// A pass of its own for the mask's gradient.
+template <class T>
+struct MaskPass {
   int64_t (*units)(const kernels::Problem<T>&, const kernels::Operand<T>& grad_mask);
-  int64_t (*scratch_bytes)(const Params&);
-  void (*run)(const Params&, int64_t unit, void* scratch);
+  int64_t scratch_bytes;
+  std::function<void(int64_t unit, void* scratch)> run;
 };
 
 /// Key/value heads first .. first + count, counted from 0, those together that share grad_mask.
@@ -67,74 +78,71 @@ std::vector<std::vector<int64_t>> heads_by_mask(const kernels::BackwardParams<T>
   return groups;
 }
 
-/// Whether splits may add to grad_mask, one after the other where heads share it. Ranges of keys
-/// must have elements of their own, and enough threads work to do. Elements take their sums in the
-/// same order as in a pass of its own: so this may depend on the number of threads.
+/// Whether splits may add to grad_mask, one after the other where heads share it. They must have
+/// elements of their own, and enough threads work to do. Elements take their sums in the same order
+/// as in a pass of its own: so this may depend on the number of threads.
 template <class T>
-bool splits_may_add_to_mask(const kernels::BackwardParams<T>& backward) {
+bool splits_may_add_to_mask(const kernels::BackwardParams<T>& backward, Split what,
+                            int64_t splits) {
   const kernels::Problem<T>& p = backward.problem;
   const kernels::Operand<T>& mask = backward.grad_mask;
-  if (mask.data == nullptr || mask.column_stride == 0) return false;
-  if (mask.row_stride == 0 && p.query_heads != p.kv_heads) return false;
-  int64_t apart = backward.splits * (mask.head_stride != 0 ? p.kv_heads : 1);
+  if (mask.data == nullptr) return false;
+  if ((what == Split::kKeys ? mask.column_stride : mask.row_stride) == 0) return false;
+  // Tiles mix the heads of a group.
+  const bool sums_rows_or_keys = mask.row_stride == 0 || mask.column_stride == 0;
+  if (sums_rows_or_keys && p.query_heads != p.kv_heads) return false;
+  int64_t apart = splits * (mask.head_stride != 0 ? p.kv_heads : 1);
   for (int d = 0; d < p.batch_rank; ++d) apart *= mask.batch_stride[d] != 0 ? p.batch_size[d] : 1;
   const int64_t threads = at::get_num_threads();
-  const bool equally_long = p.band.left < 0 && p.band.right < 0;
+  const bool equally_long = what == Split::kRows || (p.band.left < 0 && p.band.right < 0);
   return threads == 1 || apart >= (equally_long ? 1 : 2) * threads;
 }
 
-/// `backward` is `params` or a part of it.
+/// `backward` is a part of `params`, or these.
 template <class T, class Params>
-void run_splits(kernels::BackwardParams<T>& backward, const Params& params,
-                const SplitKernels<T, Params>& kernels) {
+void run_splits(const kernels::BackwardParams<T>& backward, const Params& params,
+                const SplitPass<T, Params>& pass) {
   const int64_t heads = backward.problem.batch * backward.problem.kv_heads;
-  // The parts of grad_query are kept for a few heads at a time, enough to occupy all threads.
-  const bool sums = backward.splits > 1 && backward.grad_query.data != nullptr;
-  const int64_t units_at_once = 4 * static_cast<int64_t>(at::get_num_threads());
+  // Buffers are kept for a few heads at a time, enough to occupy all threads.
+  const int64_t units_at_once = pass.units_at_once * static_cast<int64_t>(at::get_num_threads());
   const int64_t heads_at_once =
-      sums ? std::min(heads, (units_at_once + backward.splits - 1) / backward.splits) : heads;
-  const int64_t partial_numbers = sums ? heads_at_once * kernels.partial_size(params) : 0;
+      pass.sums ? std::min(heads, (units_at_once + pass.splits - 1) / pass.splits) : heads;
+  const int64_t partial_numbers = pass.sums ? heads_at_once * pass.partial_size : 0;
   const auto partial = c10::GetCPUAllocator()->allocate(partial_numbers * sizeof(T));
-  backward.partial_grad_query = static_cast<T*>(partial.get());
+  *pass.partial = static_cast<T*>(partial.get());
 
-  const int64_t scratch_bytes = kernels.scratch_bytes(params);
-  const int64_t row_tiles = kernels.row_tiles(backward.problem);
   for (int64_t head = 0; head < heads; head += heads_at_once) {
     const int64_t count = std::min(heads_at_once, heads - head);
     if (backward.grad_mask.data == nullptr) {
-      for_each_unit(count * backward.splits, scratch_bytes,
-                    [&](int64_t unit, void* scratch) { kernels.run(params, head, unit, scratch); });
+      for_each_unit(count * pass.splits, pass.scratch_bytes,
+                    [&](int64_t unit, void* scratch) { pass.run(params, head, unit, scratch); });
     } else {
       const auto groups = heads_by_mask(backward, head, count);
-      const auto units = static_cast<int64_t>(groups.size()) * backward.splits;
-      for_each_unit(units, scratch_bytes, [&](int64_t unit, void* scratch) {
-        for (const int64_t h : groups[unit / backward.splits]) {
-          kernels.run(params, head, h * backward.splits + unit % backward.splits, scratch);
+      const auto units = static_cast<int64_t>(groups.size()) * pass.splits;
+      for_each_unit(units, pass.scratch_bytes, [&](int64_t unit, void* scratch) {
+        for (const int64_t h : groups[unit / pass.splits]) {
+          pass.run(params, head, h * pass.splits + unit % pass.splits, scratch);
         }
       });
     }
-    if (!sums) continue;
-    for_each_unit(count * row_tiles, scratch_bytes, [&](int64_t unit, void* scratch) {
-      kernels.sum_grad_query(params, head, unit, scratch);
-    });
+    if (!pass.sums) continue;
+    for_each_unit(count * pass.sum_units, pass.scratch_bytes,
+                  [&](int64_t unit, void* scratch) { pass.sum(params, head, unit, scratch); });
   }
 }
 
 /// All gradients of tensors; those of numbers of heads are left.
 template <class T, class Params>
-void run_gradients(kernels::BackwardParams<T>& backward, const Params& params, const Needs& needs,
-                   const SplitKernels<T, Params>& of_splits,
-                   const MaskKernels<T, Params>& of_mask) {
-  const bool needs_splits = needs[0] || needs[1] || needs[2] || needs[4];
+void run_gradients(kernels::BackwardParams<T>& backward, const Params& params,
+                   const SplitPass<T, Params>& of_splits, const MaskPass<T>& of_mask) {
   const kernels::Operand<T> grad_mask = backward.grad_mask;
-  const bool mask_in_splits =
-      needs_splits && of_splits.add_to_mask && splits_may_add_to_mask(backward);
+  const bool mask_in_splits = of_splits.needed && of_splits.add_to_mask &&
+                              splits_may_add_to_mask(backward, of_splits.what, of_splits.splits);
   if (!mask_in_splits) backward.grad_mask.data = nullptr;
-  if (needs_splits) run_splits(backward, params, of_splits);
-  if (mask_in_splits || !needs[3]) return;
+  if (of_splits.needed) run_splits(backward, params, of_splits);
+  if (mask_in_splits || grad_mask.data == nullptr) return;
   backward.grad_mask = grad_mask;
-  for_each_unit(of_mask.units(backward.problem, grad_mask), of_mask.scratch_bytes(params),
-                [&](int64_t unit, void* scratch) { of_mask.run(params, unit, scratch); });
+  for_each_unit(of_mask.units(backward.problem, grad_mask), of_mask.scratch_bytes, of_mask.run);
 }
 
 /// grad = the numbers of all (batch.., Hq), summed in order over the dimensions in which it is

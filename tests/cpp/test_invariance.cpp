@@ -76,8 +76,8 @@ TEST(Invariance, NumberOfThreads) {
   at::set_num_threads(before);
 }
 
-/// With few threads the splits of the keys add to the mask's gradient, with many it has a pass of
-/// its own.
+/// With few threads the splits of the keys (of the rows, in second order) add to the mask's
+/// gradient, with many it has a pass of its own.
 TEST(Invariance, GradientOfAMaskThatIsBroadcast) {
   const int before = at::get_num_threads();
   const std::vector<std::vector<int64_t>> shapes = {

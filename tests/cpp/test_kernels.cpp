@@ -310,16 +310,16 @@ class KernelRun {
     backward.grad_value = operand<T>(dv.data(), s_.keys, s_.value_dim);
   }
 
-  /// All splits of all heads, then the sums of what they left of grad_query.
+  /// All splits of all heads, then the sums of what they left.
   template <class Params>
-  void run_splits(const Params& params, int64_t splits, int64_t row_tiles, int64_t scratch_bytes,
+  void run_splits(const Params& params, int64_t splits, int64_t sum_units, int64_t scratch_bytes,
                   void (*run)(const Params&, int64_t, int64_t, void*),
                   void (*sum)(const Params&, int64_t, int64_t, void*)) {
     const auto scratch = memory(scratch_bytes);
     for (int64_t unit = 0; unit < s_.kv_heads * splits; ++unit) {
       run(params, 0, unit, scratch.get());
     }
-    for (int64_t unit = 0; splits > 1 && unit < s_.kv_heads * row_tiles; ++unit) {
+    for (int64_t unit = 0; splits > 1 && unit < s_.kv_heads * sum_units; ++unit) {
       sum(params, 0, unit, scratch.get());
     }
   }
@@ -424,12 +424,17 @@ class KernelRun {
     second.directions = jvp.directions;
     second.out_t = operand<const T>(out_t_.data(), s_.queries, s_.value_dim);
     second.lse_t = lse_t_.data();
+    SecondOrderParams<T> params{second, jvp, /*splits=*/backward.splits, nullptr, nullptr};
+    const auto prepared = memory(s_.kv_heads * kernels.second_order_prepared_bytes(params));
     const auto partial =
-        memory(s_.kv_heads * kernels.partial_grad_query_t_size(second) * sizeof(T));
-    second.backward.partial_grad_query = static_cast<T*>(partial.get());
-    run_splits(second, backward.splits, kernels_.backward_row_tiles(backward.problem),
-               kernels.backward_backward_scratch_bytes(second), kernels.backward_backward,
-               kernels.sum_grad_query_t);
+        memory(s_.kv_heads * kernels.second_order_partial_size(params) * sizeof(T));
+    params.prepared = prepared.get();
+    params.partial = static_cast<T*>(partial.get());
+    for (int64_t head = 0; head < s_.kv_heads; ++head) {
+      kernels.prepare_second_order(params, head, prepared.get());
+    }
+    run_splits(params, params.splits, kernels.sum_keys_units(params),
+               kernels.second_order_scratch_bytes(params), kernels.second_order, kernels.sum_keys);
     if (!in_16_bits) return;
     widen(dq, dq_t_);
     widen(dk, dk_t_);
@@ -487,6 +492,8 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       {1, 1, 45, 4200, 5, 8, {2100, 40, 0}},
       // Many bytes a key: tiles take turns more than once.
       {1, 1, 70, 400, 64, 300, {-1, 0, 330}},
+      // More keys than second order keeps weights of.
+      {2, 1, 3, 16500, 4, 5, {16470, 0, 16480}},
   };
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {

@@ -12,45 +12,42 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// The matrices of a range of keys of one key/value head, packed.
+/// The matrices of the keys of one key/value head, packed.
 struct AmxKeys {
-  KeyRange range;
   BFloat16* lines[kOfKeys]{};    // A [keys / 16][depths], for scores and dP
   BFloat16* columns[kOfKeys]{};  // A [keys / 32][columns], for sums of rows
   uint8_t* poisoned[kOfKeys]{};  // [keys / 32]: something in them is not finite
 
-  AmxKeys(const TangentMatrices<float>& m, KeyRange keys, Pieces& pieces) : range(keys) {
-    const int64_t squares = (keys.end - keys.begin + kSquare - 1) / kSquare;
+  AmxKeys(const TangentMatrices<float>& m, Pieces& pieces) {
+    const int64_t squares = (m.p.keys + kSquare - 1) / kSquare;
     for (int i = 0; i < kOfKeys; ++i) {
       const auto x = OfKeys(i);
       const bool of_scores = x == kKey || x == kKeyT;
       if (!m.has(x)) continue;
       if (of_scores || m.of_backward) pieces.take(lines[x], 2 * squares * amx_depths(m.width(x)));
-      if (of_scores != m.of_backward) continue;
+      if (of_scores && !m.of_backward) continue;
       pieces.take(columns[x], squares * amx_columns(m.width(x)));
       pieces.take(poisoned[x], (squares + kTileBytes - 1) / kTileBytes);
     }
   }
 
-  static int64_t bytes(const TangentMatrices<float>& m, KeyRange keys) {
+  static int64_t bytes(const TangentMatrices<float>& m) {
     Pieces pieces(nullptr);
-    AmxKeys(m, keys, pieces);
+    AmxKeys(m, pieces);
     return pieces.bytes();
   }
 
   /// Of the head of a tile of rows.
   template <int kRows>
   void pack(const TangentMatrices<float>& m, const RowTile<kRows>& tile) {
-    const int64_t count = range.end - range.begin;
     for (int i = 0; i < kOfKeys; ++i) {
       const auto x = OfKeys(i);
       const int64_t stride = m.keys[x].row_stride, width = m.width(x);
       if (!m.has(x)) continue;
-      const BFloat16* keys =
-          tile.template stored_keys_of_head<BFloat16>(m.keys[x]) + range.begin * stride;
-      if (lines[x] != nullptr) pack_key_lines(keys, stride, count, width, lines[x]);
+      const BFloat16* keys = tile.template stored_keys_of_head<BFloat16>(m.keys[x]);
+      if (lines[x] != nullptr) pack_key_lines(keys, stride, m.p.keys, width, lines[x]);
       if (columns[x] != nullptr) {
-        pack_key_columns(keys, stride, count, width, columns[x], poisoned[x]);
+        pack_key_columns(keys, stride, m.p.keys, width, columns[x], poisoned[x]);
       }
     }
   }
@@ -69,20 +66,20 @@ class AmxProducts {
   static int64_t sum_rows(int64_t width) { return amx_columns(width) * kTileRows; }
 
   static int64_t prepared_bytes(const TangentMatrices<float>& matrices) {
-    return AmxKeys::bytes(matrices, {0, matrices.p.keys});
+    return AmxKeys::bytes(matrices);
   }
   static void prepare(const TangentMatrices<float>& matrices, const RowTile<kRows>& tile,
                       void* prepared) {
     Pieces pieces(prepared);
-    AmxKeys(matrices, {0, matrices.p.keys}, pieces).pack(matrices, tile);
+    AmxKeys(matrices, pieces).pack(matrices, tile);
   }
 
-  static int64_t scratch_numbers(const TangentMatrices<float>& matrices, KeyRange keys) {
-    return Memory(matrices, keys, nullptr, nullptr).bytes() / int64_t{sizeof(float)};
+  static int64_t scratch_numbers(const TangentMatrices<float>& matrices) {
+    return Memory(matrices, nullptr, nullptr).bytes() / int64_t{sizeof(float)};
   }
 
-  AmxProducts(const TangentMatrices<float>& matrices, KeyRange keys, void* prepared, float* scratch)
-      : m_(matrices), memory_(matrices, keys, prepared, scratch), is_packed_(prepared != nullptr) {}
+  AmxProducts(const TangentMatrices<float>& matrices, void* prepared, float* scratch)
+      : m_(matrices), memory_(matrices, prepared, scratch) {}
 
   QKV_ONE_COPY void load_rows(const RowTile<kRows>& tile) {
     tile_ = &tile;
@@ -96,9 +93,7 @@ class AmxProducts {
 
   QKV_ONE_COPY void begin_block(const TangentBlock& block) {
     block_ = block;
-    if (!is_packed_) memory_.keys.pack(m_, *tile_);
-    is_packed_ = true;
-    first_square_ = (block.first_key - memory_.keys.range.begin) / kSquare;
+    first_square_ = block.first_key / kSquare;
     for (int i = 0; i < squares_of(block.keys); ++i) {
       for (int g = 0; g < kSquares; ++g) is_empty_[i][g] = !keeps_some(i, g);
     }
@@ -175,11 +170,8 @@ class AmxProducts {
     BFloat16* row_columns[kOfRows]{};  // B [rows / 16][depths], for scores and dP
     BFloat16* rows[kOfRows]{};         // B [rows / 32][columns], for sums of keys
 
-    Memory(const TangentMatrices<float>& m, KeyRange of_scratch, void* prepared, void* scratch)
-        : pieces(scratch),
-          of_head(prepared),
-          keys(m, prepared != nullptr ? KeyRange{0, m.p.keys} : of_scratch,
-               prepared != nullptr ? of_head : pieces) {
+    Memory(const TangentMatrices<float>& m, void* prepared, void* scratch)
+        : pieces(scratch), of_head(prepared), keys(m, of_head) {
       pieces.take(parts, 4 * (kSquares > kBlockSquares ? kSquares : kBlockSquares));
       for (int i = 0; i < kOfRows; ++i) {
         const auto y = OfRows(i);
@@ -301,7 +293,6 @@ class AmxProducts {
   TangentMatrices<float> m_;
   Memory memory_;
   TileRegisters registers_;
-  bool is_packed_;  // the keys
   const RowTile<kRows>* tile_ = nullptr;
   TangentBlock block_{};
   int64_t first_square_ = 0;                  // of the block, in keys_

@@ -22,6 +22,90 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+/// O' and lse' of one tile of rows.
+template <class Products>
+struct OutputTangent {
+  using Work = TangentTile<Products>;
+  using T = typename Products::Number;
+  using S = Simd<T>;
+  using Number = typename S::Number;
+  static constexpr int kRows = Work::kRows;
+
+  Work& work;
+  T* out_t;  // [Dv][rows], without - lse' ∘ O
+  bool rounds;
+  alignas(64) T lse_t[kRows];
+  alignas(64) T rounded[kRows];  // sums of P ∘ S' as multiplied
+
+  static int64_t scratch_numbers(const Problem<T>& p) {
+    return Products::sum_rows(p.value_dim) * kRows;
+  }
+
+  OutputTangent(Work& tangent_tile, T* scratch) : work(tangent_tile), out_t(scratch) {
+    rounds = false;
+    if constexpr (Products::kRoundsTiles) {
+      rounds = work.products.rounds_tiles() && work.p.dropout.threshold == 0 && work.scores_move();
+    }
+  }
+
+  void start() {
+    set_to_zero(out_t, scratch_numbers(work.p));
+    set_to_zero(lse_t, kRows);
+    set_to_zero(rounded, kRows);
+  }
+
+  /// Of the block that work has loaded. R ∘ P ∘ S' and R ∘ P go to the tiles `moved` and `still`.
+  /// kKeepsWeights: work's own tiles take P and S', and `still` may be that of P if nothing is
+  /// dropped; else they may be the same.
+  template <bool kKeepsWeights>
+  QKV_ONE_COPY void add_block(int keys, T* moved, T* still) {
+    const bool writes_still = !kKeepsWeights || still != work.p_tile;
+    const auto weigh = [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
+        __attribute__((always_inline)) {
+      const auto weighted = weight * score_t;
+      T* sum = lse_t + v * S::kWidth;
+      S::store(sum, S::load(sum) + weighted);
+      if constexpr (kKeepsWeights) {
+        S::store(work.p_tile + at, weight);
+        S::store(work.scores_t + at, score_t);
+      }
+      if (writes_still) S::store(still + at, dropped(weight));
+      S::store(moved + at, dropped(weighted));
+    };
+    work.for_each_pair(keys, weigh);
+    if (work.scores_move()) {
+      if constexpr (Products::kRoundsTiles) {
+        work.products.add_to_rows(kValue, moved, out_t, rounded);
+      } else {
+        work.products.add_to_rows(kValue, moved, out_t);
+      }
+    }
+    if (work.along.value.data != nullptr) work.products.add_to_rows(kValueT, still, out_t);
+  }
+
+  void write(const JvpParams<T>& params) {
+    const auto& tile = work.tile;
+    const Problem<T>& p = work.p;
+    for (int r = 0; r < tile.rows; ++r) {
+      const int64_t scalar = tile.scalar(p, r);
+      T of_out = rounds ? rounded[r] : lse_t[r];
+      if (work.along.sinks.data != nullptr) {
+        const T weight = sink_weight(tile.number_of_head(p.sinks, r), params.lse[scalar],
+                                     params.lse_rest[scalar]);
+        const T moved = weight * tile.number_of_head(work.along.sinks, r);
+        lse_t[r] += moved;
+        of_out += moved;
+      }
+      params.lse_t[scalar] = lse_t[r];
+      const T* out = tile.row(params.out, r);
+      T* to = tile.row(params.out_t, r);
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        to[d * params.out_t.column_stride] = out_t[d * kRows + r] - of_out * out[d];
+      }
+    }
+  }
+};
+
 /// One unit of work is one tile of rows of one key/value head.
 template <class Products, class T>
 inline int64_t jvp_units(const JvpParams<T>& params) {
@@ -40,62 +124,50 @@ inline int64_t jvp_prepared_bytes(const JvpParams<T>& params) {
   return Products::prepared_bytes(matrices_of(params));
 }
 
+/// Where the keys of one key/value head are packed; nullptr if nothing is prepared.
+inline void* of_head(void* prepared, int64_t head, int64_t bytes) {
+  return bytes == 0 ? nullptr : static_cast<char*>(prepared) + head * bytes;
+}
+
 template <class Products, class T>
-inline void prepare_jvp(const JvpParams<T>& params, int64_t head, void* prepared) {
-  const Problem<T>& p = params.problem;
+inline void prepare_head(const TangentMatrices<T>& matrices, int64_t head, void* prepared) {
+  const Problem<T>& p = matrices.p;
   const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
-  Products::prepare(matrices_of(params),
+  Products::prepare(matrices,
                     RowTile<Products::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group,
                                                    group, /*first_row=*/0),
-                    static_cast<char*>(prepared) + head * jvp_prepared_bytes<Products>(params));
+                    of_head(prepared, head, Products::prepared_bytes(matrices)));
+}
+
+template <class Products, class T>
+inline void prepare_jvp(const JvpParams<T>& params, int64_t head, void* prepared) {
+  prepare_head<Products>(matrices_of(params), head, prepared);
 }
 
 template <class Products, class T>
 inline int64_t jvp_scratch_bytes(const JvpParams<T>& params) {
-  using Work = TangentTile<Products>;
-  const Problem<T>& p = params.problem;
-  const int64_t numbers = Work::scratch_numbers(matrices_of(params), /*keys=*/{0, 0}) +
-                          Products::sum_rows(p.value_dim) * Work::kRows;
+  const int64_t numbers = TangentTile<Products>::scratch_numbers(matrices_of(params)) +
+                          OutputTangent<Products>::scratch_numbers(params.problem);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
 /// Tiles of a head run from the last to the first, as in the forward.
 template <class Products, class T>
 inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t unit, void* scratch) {
-  using S = Simd<T>;
   using Work = TangentTile<Products>;
-  using Number = typename S::Number;
   const Problem<T>& p = params.problem;
   const Directions<T>& along = params.directions;
   const int64_t tiles = Work::tiles_of_head(p), group = p.query_heads / p.kv_heads;
   const int64_t head = unit / tiles, kv_head = head % p.kv_heads;
   const int64_t first_row = (tiles - 1 - unit % tiles) * Work::kRows;
 
-  const int64_t prepared_bytes = jvp_prepared_bytes<Products>(params);
-  void* of_head =
-      prepared_bytes == 0 ? nullptr : static_cast<char*>(prepared) + head * prepared_bytes;
-  Work work(matrices_of(params), along, params.lse, params.lse_rest, /*keys=*/{0, 0}, of_head,
+  Work work(matrices_of(params), along, params.lse, params.lse_rest,
+            of_head(prepared, head, jvp_prepared_bytes<Products>(params)),
             static_cast<T*>(scratch));
   work.tile =
       RowTile<Work::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, first_row);
-  const auto& tile = work.tile;
-  T* out_t = work.end_of_scratch;  // [Dv][rows], without - lse' ∘ O
-  set_to_zero(out_t, Products::sum_rows(p.value_dim) * Work::kRows);
-  alignas(64) T lse_t[Work::kRows] = {};
-  alignas(64) T rounded[Work::kRows] = {};  // sums of P ∘ S' as multiplied
-  bool rounds = false;
-  if constexpr (Products::kRoundsTiles) {
-    rounds = work.products.rounds_tiles() && p.dropout.threshold == 0 && work.scores_move();
-  }
-
-  const auto weigh = [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
-      __attribute__((always_inline)) {
-    const auto weighted = weight * score_t;
-    T* sum = lse_t + v * S::kWidth;
-    S::store(sum, S::load(sum) + weighted);
-    S::store(work.p_tile + at, dropped(weight));
-    S::store(work.scores_t + at, dropped(weighted));
-  };
+  OutputTangent<Products> output(work, work.end_of_scratch);
+  output.start();
 
   const KeyRange range = work.keys_of_rows();
   const bool keys_move = work.scores_move() || along.value.data != nullptr;
@@ -104,35 +176,11 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
     for (int64_t n = Products::first_key(range.begin); n < range.end; n += Work::kBlockKeys) {
       const int block =
           range.end - n < Work::kBlockKeys ? static_cast<int>(range.end - n) : Work::kBlockKeys;
-      const TileState state = work.load_block(n, block);
-      if (state == TileState::kEmpty) continue;
-      work.for_each_pair(state, block, weigh);
-      if constexpr (Products::kRoundsTiles) {
-        if (work.scores_move()) work.products.add_to_rows(kValue, work.scores_t, out_t, rounded);
-      } else {
-        if (work.scores_move()) work.products.add_to_rows(kValue, work.scores_t, out_t);
-      }
-      if (along.value.data != nullptr) work.products.add_to_rows(kValueT, work.p_tile, out_t);
+      if (work.load_block(n, block) == TileState::kEmpty) continue;
+      output.template add_block</*kKeepsWeights=*/false>(block, work.scores_t, work.p_tile);
     }
   }
-
-  for (int r = 0; r < tile.rows; ++r) {
-    const int64_t scalar = tile.scalar(p, r);
-    T of_out = rounds ? rounded[r] : lse_t[r];
-    if (along.sinks.data != nullptr) {
-      const T weight =
-          sink_weight(tile.number_of_head(p.sinks, r), params.lse[scalar], params.lse_rest[scalar]);
-      const T moved = weight * tile.number_of_head(along.sinks, r);
-      lse_t[r] += moved;
-      of_out += moved;
-    }
-    params.lse_t[scalar] = lse_t[r];
-    const T* out = tile.row(params.out, r);
-    T* to = tile.row(params.out_t, r);
-    for (int64_t d = 0; d < p.value_dim; ++d) {
-      to[d * params.out_t.column_stride] = out_t[d * Work::kRows + r] - of_out * out[d];
-    }
-  }
+  output.write(params);
 }
 
 }  // namespace qkv::kernels::QKV_ISA

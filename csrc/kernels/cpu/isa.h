@@ -34,6 +34,20 @@ struct BackwardKernels {
   void (*mask_gradient)(const BackwardParams<T>&, int64_t unit, void* scratch);
 };
 
+/// The double backward and, on the way, the derivative of the forward along the same directions:
+/// out_t and lse_t of `jvp` are written, and read as those of `second`.
+template <class T>
+struct SecondOrderParams {
+  BackwardBackwardParams<T> second;
+  JvpParams<T> jvp;
+  // The rows of a head are cut into `splits` parts that are worked on independently. Each leaves
+  // its share of the gradients of keys and values, summed afterwards in order: in
+  // partial[head in this wave][split], nullptr when splits == 1.
+  int64_t splits;
+  T* partial;
+  void* prepared;  // of all heads
+};
+
 /// Derivatives along directions: of the forward and of the backward.
 template <class T>
 struct TangentKernels {
@@ -43,12 +57,14 @@ struct TangentKernels {
   int64_t (*jvp_scratch_bytes)(const JvpParams<T>&);
   void (*jvp)(const JvpParams<T>&, void* prepared, int64_t unit, void* scratch);
 
-  int64_t (*backward_backward_scratch_bytes)(const BackwardBackwardParams<T>&);
-  int64_t (*partial_grad_query_t_size)(const BackwardBackwardParams<T>&);
-  void (*backward_backward)(const BackwardBackwardParams<T>&, int64_t first_head, int64_t unit,
-                            void* scratch);
-  void (*sum_grad_query_t)(const BackwardBackwardParams<T>&, int64_t first_head, int64_t unit,
-                           void* scratch);
+  int64_t (*second_order_prepared_bytes)(const SecondOrderParams<T>&);  // as for a jvp
+  void (*prepare_second_order)(const SecondOrderParams<T>&, int64_t head, void* prepared);
+  int64_t (*second_order_scratch_bytes)(const SecondOrderParams<T>&);
+  int64_t (*second_order_partial_size)(const SecondOrderParams<T>&);  // of one key/value head
+  void (*second_order)(const SecondOrderParams<T>&, int64_t first_head, int64_t unit,
+                       void* scratch);
+  int64_t (*sum_keys_units)(const SecondOrderParams<T>&);  // of one key/value head
+  void (*sum_keys)(const SecondOrderParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 
   // As those of BackwardKernels.
   int64_t (*mask_gradient_t_scratch_bytes)(const BackwardBackwardParams<T>&);

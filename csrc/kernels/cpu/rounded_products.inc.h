@@ -27,14 +27,13 @@ class RoundedProducts : public VectorProducts<InPairs> {
 
   bool rounds_tiles() const { return m_.p.keys >= kForwardBlockKeys; }
 
-  static int64_t scratch_numbers(const TangentMatrices<float>& matrices, KeyRange keys) {
-    return Base::scratch_numbers(matrices, keys) + numbers_of_keys(matrices.p) + kNumbersOfTile;
+  static int64_t scratch_numbers(const TangentMatrices<float>& matrices) {
+    return Base::scratch_numbers(matrices) + numbers_of_keys(matrices.p) + kNumbersOfTile;
   }
 
-  RoundedProducts(const TangentMatrices<float>& matrices, KeyRange keys, void* prepared,
-                  float* scratch)
-      : Base(matrices, keys, prepared, scratch) {
-    key_pairs_ = reinterpret_cast<BFloat16Pair*>(scratch + Base::scratch_numbers(matrices, keys));
+  RoundedProducts(const TangentMatrices<float>& matrices, void* prepared, float* scratch)
+      : Base(matrices, prepared, scratch) {
+    key_pairs_ = reinterpret_cast<BFloat16Pair*>(scratch + Base::scratch_numbers(matrices));
     tile_pairs_ = key_pairs_ + numbers_of_keys(matrices.p);
   }
 

@@ -71,13 +71,11 @@ class VectorProducts {
   static void prepare(const TangentMatrices<T>& /*matrices*/, const RowTile<kRows>& /*tile*/,
                       void* /*prepared*/) {}
 
-  static int64_t scratch_numbers(const TangentMatrices<T>& matrices, KeyRange keys) {
-    return VectorProducts(matrices, keys, nullptr, nullptr).numbers_;
+  static int64_t scratch_numbers(const TangentMatrices<T>& matrices) {
+    return VectorProducts(matrices, nullptr, nullptr).numbers_;
   }
 
-  /// keys: those of all blocks, if nothing was prepared of the head.
-  VectorProducts(const TangentMatrices<T>& matrices, KeyRange /*keys*/, void* /*prepared*/,
-                 T* scratch)
+  VectorProducts(const TangentMatrices<T>& matrices, void* /*prepared*/, T* scratch)
       : m_(matrices) {
     static_assert(sizeof(Factor) == sizeof(T));
     const auto take = [&]<class Number>(Number*& part, int64_t numbers) {

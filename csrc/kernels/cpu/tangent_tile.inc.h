@@ -57,36 +57,46 @@ struct TangentTile {
   T* cap_slopes;    // [keys][rows], f'(U)
   T* cap_slopes_t;  // [keys][rows], its derivative f''(U) U'
   MaskTile<T, kRows> mask;
-  uint8_t* stays;  // R != 0
+  uint8_t* stays;    // R != 0
+  TileState* state;  // of the block
   AlibiTile<T, kVectors> alibi;
-  T* end_of_scratch;
+  T* end_of_scratch;       // after the tile of a block, which may be put elsewhere
   T pending_scale = T(1);  // what S and S' still lack
   alignas(64) T lse[kRows];
   alignas(64) T lse_rest[kRows];
   alignas(64) T slope_t[kRows];
 
-  static int64_t scratch_numbers(const TangentMatrices<T>& matrices, KeyRange keys) {
-    return tile_numbers(matrices.p) + Products::scratch_numbers(matrices, keys);
+  static int64_t scratch_numbers(const TangentMatrices<T>& matrices) {
+    return kTile + Products::scratch_numbers(matrices) + block_numbers(matrices.p);
   }
 
-  /// keys: those of all blocks, if nothing was prepared of the head.
   TangentTile(const TangentMatrices<T>& matrices, const Directions<T>& directions,
-              const T* lse_numbers, const T* lse_rest_numbers, KeyRange keys, void* prepared,
-              T* scratch)
+              const T* lse_numbers, const T* lse_rest_numbers, void* prepared, T* scratch)
       : p(matrices.p),
         along(directions),
         lse_of_rows(lse_numbers),
         lse_rest_of_rows(lse_rest_numbers),
-        products(matrices, keys, prepared, scratch + tile_numbers(p)) {
-    p_tile = scratch;
+        products(matrices, prepared, scratch + kTile) {
+    mask.bias = scratch;
+    end_of_scratch = scratch + scratch_numbers(matrices);
+    use_block(end_of_scratch - block_numbers(p));
+  }
+
+  /// What is known of the pairs of a block of keys.
+  static int64_t block_numbers(const Problem<T>& p) {
+    return (p.softcap != T(0) ? 4 : 2) * kTile + kTile / 8;  // two of bits take half of the last
+  }
+
+  /// The next block, or one that is there already, is at `numbers`.
+  void use_block(T* numbers) {
+    p_tile = numbers;
     scores_t = p_tile + kTile;
-    mask.bias = scores_t + kTile;
-    cap_slopes = mask.bias + kTile;
+    cap_slopes = scores_t + kTile;
     cap_slopes_t = cap_slopes + kTile;
     T* end_of_tiles = p.softcap != T(0) ? cap_slopes_t + kTile : cap_slopes;
     mask.bits = reinterpret_cast<uint8_t*>(end_of_tiles);
     stays = mask.bits + kTile / 8;
-    end_of_scratch = scratch + scratch_numbers(matrices, keys);
+    state = reinterpret_cast<TileState*>(stays + kTile / 8);
   }
 
   static int64_t tiles_of_head(const Problem<T>& p) {
@@ -123,9 +133,9 @@ struct TangentTile {
 
   /// S and S' of the keys first_key .. first_key + keys; for_each_pair makes P of S.
   QKV_ONE_COPY TileState load_block(int64_t first_key, int keys) {
-    const TileState state = mask.load(p, tile, first_key, keys);
-    if (state == TileState::kEmpty) return state;
-    products.begin_block({first_key, keys, state, mask.bits});
+    *state = mask.load(p, tile, first_key, keys);
+    if (*state == TileState::kEmpty) return *state;
+    products.begin_block({first_key, keys, *state, mask.bits});
     products.multiply(kKey, kQuery, p_tile, /*add=*/false);
     const bool of_query = along.query.data != nullptr, of_key = along.key.data != nullptr;
     const int64_t size = static_cast<int64_t>(keys) * kRows;
@@ -147,41 +157,37 @@ struct TangentTile {
           });
     }
     if (p.dropout.threshold != 0) load_dropout<kRows>(p.dropout, tile, first_key, keys, stays);
-    return state;
+    return *state;
   }
 
   /// f(at, v, kept, dropped, P, S') for the pairs at offset `at` of a tile, in vector v of the
   /// rows. kept(x) is 0 for a pair that is not kept, as x may be NaN there (P and S' are 0
-  /// already); dropped(x) is R ∘ x.
-  template <class F>
-  void for_each_pair(TileState state, int keys, F f) const {
-    const bool partial = state == TileState::kPartial, drops = p.dropout.threshold != 0;
+  /// already); dropped(x) is R ∘ x. kWeights: the tiles have P and S' as f was told of them before,
+  /// and not the scores.
+  template <bool kWeights = false, class F>
+  void for_each_pair(int keys, F f) const {
+    const bool partial = *state == TileState::kPartial, drops = p.dropout.threshold != 0;
     const auto scale = S::set(dropout_scale<T>(p.dropout)), one = S::set(T(1));
     if (!partial && !drops) {
-      for_each_weight(
-          keys, [&](int, int at, int v, Number weight) __attribute__((always_inline)) {
-            f(at, v, AllPairs<T>{}, AllPairs<T>{}, weight, scaled(scores_t + at));
-          });
+      for_each_weight<kWeights>(
+          keys, [&](int, int at, int v, Number weight, Number score_t) __attribute__((
+                    always_inline)) { f(at, v, AllPairs<T>{}, AllPairs<T>{}, weight, score_t); });
       return;
     }
-    for_each_weight(
-        keys, [&](int k, int at, int v, Number weight) __attribute__((always_inline)) {
+    for_each_weight<kWeights>(
+        keys, [&](int k, int at, int v, Number weight,
+                  Number score_t) __attribute__((always_inline)) {
           const auto marked = [&](bool some, const uint8_t* bits) __attribute__((always_inline)) {
             return some ? S::bit_of_bytes(bits + k / 8 * kRows + v * S::kWidth, k % 8)
                         : S::equal(one, one);
           };
           const MarkedPairs<T> kept{marked(partial, mask.bits), one};
           const MarkedPairs<T> dropped{marked(drops, stays), scale};
-          f(at, v, kept, dropped, kept(weight), kept(scaled(scores_t + at)));
+          f(at, v, kept, dropped, kept(weight), kept(score_t));
         });
   }
 
  private:
-  static int64_t tile_numbers(const Problem<T>& p) {
-    const int64_t tiles = p.softcap != T(0) ? 5 : 3;
-    return tiles * kTile + kTile / 8;
-  }
-
   /// Now, or where P is taken of them, if nothing happens to them before.
   void scale_scores(int64_t size) {
     pending_scale = p.scale;
@@ -219,16 +225,20 @@ struct TangentTile {
     return S::load(scores) * S::set(pending_scale);
   }
 
-  template <class F>
+  template <bool kWeights, class F>
   QKV_INLINE void for_each_weight(int keys, F f) const {
     for (int v = 0; v < vectors(); ++v) {
       const auto row_lse = S::load(lse + v * S::kWidth);
       const auto row_rest = S::load(lse_rest + v * S::kWidth);
       for (int k = 0; k < keys; ++k) {
         const int at = k * kRows + v * S::kWidth;
-        // As in the backward: rounding can leave a score of 1e8 above its lse.
-        const auto below = S::minimum(S::zero(), scaled(p_tile + at) - row_lse - row_rest);
-        f(k, at, v, exp_of_nonpositive<T>(below));
+        if constexpr (kWeights) {
+          f(k, at, v, S::load(p_tile + at), S::load(scores_t + at));
+        } else {
+          // As in the backward: rounding can leave a score of 1e8 above its lse.
+          const auto below = S::minimum(S::zero(), scaled(p_tile + at) - row_lse - row_rest);
+          f(k, at, v, exp_of_nonpositive<T>(below), scaled(scores_t + at));
+        }
       }
     }
   }
