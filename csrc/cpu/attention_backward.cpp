@@ -63,6 +63,7 @@ void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const 
   const auto& kernels = kernels_for<T>();
   const bool owns_mask = of_splits.mask_gradient != nullptr;
   const kernels::BackwardKernels<T>& of_mask = owns_mask ? of_splits : kernels;
+  Workspace workspace;
   SplitPass<T, kernels::BackwardParams<T>> splits{};
   splits.what = Split::kKeys;
   splits.splits = backward.splits;
@@ -71,15 +72,15 @@ void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const 
   splits.needed = needs[0] || needs[1] || needs[2] || needs[4];
   splits.add_to_mask = owns_mask;
   splits.sums = backward.splits > 1 && needs[0];
-  splits.partial = &backward.partial_grad_query;
+  splits.partial = [](kernels::BackwardParams<T>& x) -> T*& { return x.partial_grad_query; };
   splits.partial_size = of_splits.partial_grad_query_size(backward);
-  splits.units_at_once = 4;
   splits.sum_units = of_splits.backward_row_tiles(backward.problem);
   splits.sum = of_splits.sum_grad_query;
   run_gradients<T, kernels::BackwardParams<T>>(
       backward, backward, splits,
       {kernels.mask_gradient_units, of_mask.mask_gradient_scratch_bytes(backward),
-       [&](int64_t unit, void* scratch) { of_mask.mask_gradient(backward, unit, scratch); }});
+       [&](int64_t unit, void* scratch) { of_mask.mask_gradient(backward, unit, scratch); }},
+      workspace);
   if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
 }
 

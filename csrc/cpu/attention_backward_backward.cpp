@@ -51,7 +51,7 @@ void run_heads(const kernels::BackwardBackwardParams<T>& params, const Tensors& 
 }
 
 template <class T>
-void run(const Tensors& t) {
+void run(const Tensors& t, Workspace& workspace) {
   kernels::SecondOrderParams<T> params{};
   kernels::JvpParams<T>& jvp = params.jvp;
   kernels::BackwardBackwardParams<T>& second = params.second;
@@ -88,7 +88,8 @@ void run(const Tensors& t) {
       c10::GetCPUAllocator()->allocate(t.needs[4] ? t.lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = t.needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
   backward.splits = 1;  // of the keys
-  params.splits = number_of_splits(p.query_heads / p.kv_heads * p.queries);
+  // Not 8: each has a buffer for gradients of all keys and values.
+  params.splits = std::min<int64_t>(number_of_splits(p.query_heads / p.kv_heads * p.queries), 4);
   const auto prepared = prepare_heads(
       p, tangents.second_order_prepared_bytes(params),
       [&](int64_t head, void* to) { tangents.prepare_second_order(params, head, to); });
@@ -102,15 +103,15 @@ void run(const Tensors& t) {
   splits.needed = true;
   splits.add_to_mask = owns_mask;
   splits.sums = params.splits > 1 && (t.needs[1] || t.needs[2]);
-  splits.partial = &params.partial;
+  splits.partial = [](kernels::SecondOrderParams<T>& x) -> T*& { return x.partial; };
   splits.partial_size = tangents.second_order_partial_size(params);
-  splits.units_at_once = 2;  // each with two gradients, and of equal size
   splits.sum_units = tangents.sum_keys_units(params);
   splits.sum = tangents.sum_keys;
   run_gradients<T, kernels::SecondOrderParams<T>>(
       backward, params, splits,
       {kernels.mask_gradient_units, of_mask.mask_gradient_t_scratch_bytes(second),
-       [&](int64_t unit, void* scratch) { of_mask.mask_gradient_t(second, unit, scratch); }});
+       [&](int64_t unit, void* scratch) { of_mask.mask_gradient_t(second, unit, scratch); }},
+      workspace);
   if (t.needs[4] || t.needs[5]) run_heads(second, t);
 }
 
@@ -139,6 +140,7 @@ TensorTuple<8> attention_backward_backward(
   std::copy(results.begin() + 2, results.end(), of_operands.begin());
   Needs needs_of_operands;
   std::copy(needs.begin() + 2, needs.end(), needs_of_operands.begin());
+  Workspace workspace;
   for (const Heads& heads : ranges_of_heads(x, needs_of_operands)) {
     Tensors t;
     t.needs = needs_of_operands;
@@ -149,7 +151,11 @@ TensorTuple<8> attention_backward_backward(
     t.out = exact_output(heads.of_rows(out), heads.of_rows(out_rest), real);
     t.lse = heads.of_scalars(lse);
     t.lse_rest = heads.of_scalars(lse_rest);
-    t.out_t = at::empty_like(t.out);
+    const Tensor to_out_t = needs[0] ? heads.of_rows(results[0]) : Tensor();
+    // Laid out as the output, batch dimensions merge as before.
+    const bool in_place =
+        needs[0] && to_out_t.scalar_type() == real && to_out_t.strides() == t.out.strides();
+    t.out_t = in_place ? to_out_t : at::empty_like(t.out);
     t.lse_t = at::empty_like(t.lse);
     const Gradients to = heads.of(of_operands, t.needs);
     t.grads = to;
@@ -159,11 +165,11 @@ TensorTuple<8> attention_backward_backward(
       for (size_t i = 0; i < 5; ++i) t.grads[i].zero_();
     }
     if (real == at::kDouble) {
-      run<double>(t);
+      run<double>(t, workspace);
     } else {
-      run<float>(t);
+      run<float>(t, workspace);
     }
-    if (needs[0]) heads.of_rows(results[0]).copy_(t.out_t);
+    if (needs[0] && !in_place) to_out_t.copy_(t.out_t);
     if (needs[1]) heads.put_scalars(t.lse_t, results[1]);
     put(t.grads, to);
   }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/units.h"
+#include "cpu/waves.h"
 #include "operands.h"
 #include "problem.h"
 
@@ -41,11 +42,10 @@ struct SplitPass {
   bool needed;       // by more than the mask's gradient
   bool add_to_mask;  // whether run adds to grad_mask
 
-  bool sums;              // whether there are buffers
-  T** partial;            // where Params has them
-  int64_t partial_size;   // of one key/value head
-  int64_t units_at_once;  // of each thread, that have buffers
-  int64_t sum_units;      // of one key/value head
+  bool sums;                // whether there are buffers
+  T*& (*partial)(Params&);  // where they are
+  int64_t partial_size;     // of one key/value head
+  int64_t sum_units;        // of one key/value head
   void (*sum)(const Params&, int64_t first_head, int64_t unit, void* scratch);
 };
 
@@ -101,48 +101,66 @@ bool splits_may_add_to_mask(const kernels::BackwardParams<T>& backward, Split wh
 /// `backward` is a part of `params`, or these.
 template <class T, class Params>
 void run_splits(const kernels::BackwardParams<T>& backward, const Params& params,
-                const SplitPass<T, Params>& pass) {
+                const SplitPass<T, Params>& pass, Workspace& workspace) {
   const int64_t heads = backward.problem.batch * backward.problem.kv_heads;
   // Buffers are kept for a few heads at a time, enough to occupy all threads.
-  const int64_t units_at_once = pass.units_at_once * static_cast<int64_t>(at::get_num_threads());
-  const int64_t heads_at_once =
-      pass.sums ? std::min(heads, (units_at_once + pass.splits - 1) / pass.splits) : heads;
-  const int64_t partial_numbers = pass.sums ? heads_at_once * pass.partial_size : 0;
-  const auto partial = c10::GetCPUAllocator()->allocate(partial_numbers * sizeof(T));
-  *pass.partial = static_cast<T*>(partial.get());
-
-  for (int64_t head = 0; head < heads; head += heads_at_once) {
-    const int64_t count = std::min(heads_at_once, heads - head);
-    if (backward.grad_mask.data == nullptr) {
-      for_each_unit(count * pass.splits, pass.scratch_bytes,
-                    [&](int64_t unit, void* scratch) { pass.run(params, head, unit, scratch); });
-    } else {
-      const auto groups = heads_by_mask(backward, head, count);
-      const auto units = static_cast<int64_t>(groups.size()) * pass.splits;
-      for_each_unit(units, pass.scratch_bytes, [&](int64_t unit, void* scratch) {
-        for (const int64_t h : groups[unit / pass.splits]) {
-          pass.run(params, head, h * pass.splits + unit % pass.splits, scratch);
-        }
-      });
-    }
-    if (!pass.sums) continue;
-    for_each_unit(count * pass.sum_units, pass.scratch_bytes,
-                  [&](int64_t unit, void* scratch) { pass.sum(params, head, unit, scratch); });
+  const int64_t units = 2 * static_cast<int64_t>(at::get_num_threads());
+  const int64_t heads_of_wave =
+      pass.sums ? std::min(heads, (units + pass.splits - 1) / pass.splits) : heads;
+  Params of_wave[2] = {params, params};  // with even and odd number
+  if (pass.sums) {
+    const int64_t size = heads_of_wave * pass.partial_size;
+    auto* partial = static_cast<T*>(workspace.buffers(2 * size * int64_t{sizeof(T)}));
+    pass.partial(of_wave[0]) = partial;
+    pass.partial(of_wave[1]) = partial + size;
   }
+
+  struct Wave {
+    int64_t first_head;
+    std::vector<std::vector<int64_t>> groups;  // of its heads, if these share a mask's gradient
+  };
+  std::vector<Wave> waves;
+  Waves queue(/*in_order=*/backward.grad_mask.data != nullptr);
+  for (int64_t head = 0; head < heads; head += heads_of_wave) {
+    const int64_t count = std::min(heads_of_wave, heads - head);
+    Wave wave{head, {}};
+    int64_t together = count;
+    if (backward.grad_mask.data != nullptr) {
+      wave.groups = heads_by_mask(backward, head, count);
+      together = static_cast<int64_t>(wave.groups.size());
+    }
+    waves.push_back(std::move(wave));
+    queue.add(together * pass.splits, pass.sums ? count * pass.sum_units : 0);
+  }
+  const auto fill = [&](int64_t w, int64_t unit, void* scratch) {
+    const auto run = [&](int64_t unit_of_heads) {
+      pass.run(of_wave[w % 2], waves[w].first_head, unit_of_heads, scratch);
+    };
+    if (waves[w].groups.empty()) return run(unit);
+    for (const int64_t h : waves[w].groups[unit / pass.splits]) {
+      run(h * pass.splits + unit % pass.splits);
+    }
+  };
+  const auto sum = [&](int64_t w, int64_t unit, void* scratch) {
+    pass.sum(of_wave[w % 2], waves[w].first_head, unit, scratch);
+  };
+  queue.run(pass.scratch_bytes, workspace, fill, sum);
 }
 
 /// All gradients of tensors; those of numbers of heads are left.
 template <class T, class Params>
 void run_gradients(kernels::BackwardParams<T>& backward, const Params& params,
-                   const SplitPass<T, Params>& of_splits, const MaskPass<T>& of_mask) {
+                   const SplitPass<T, Params>& of_splits, const MaskPass<T>& of_mask,
+                   Workspace& workspace) {
   const kernels::Operand<T> grad_mask = backward.grad_mask;
   const bool mask_in_splits = of_splits.needed && of_splits.add_to_mask &&
                               splits_may_add_to_mask(backward, of_splits.what, of_splits.splits);
   if (!mask_in_splits) backward.grad_mask.data = nullptr;
-  if (of_splits.needed) run_splits(backward, params, of_splits);
+  if (of_splits.needed) run_splits(backward, params, of_splits, workspace);
   if (mask_in_splits || grad_mask.data == nullptr) return;
   backward.grad_mask = grad_mask;
-  for_each_unit(of_mask.units(backward.problem, grad_mask), of_mask.scratch_bytes, of_mask.run);
+  for_each_unit(of_mask.units(backward.problem, grad_mask), of_mask.scratch_bytes, workspace,
+                of_mask.run);
 }
 
 /// grad = the numbers of all (batch.., Hq), summed in order over the dimensions in which it is

@@ -6,26 +6,55 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cpu/workspace.h"
+
 #if AT_PARALLEL_OPENMP && !defined(_OPENMP)
 #error "compile with OpenMP: at::parallel_for is a template that else runs on one thread"
 #endif
 
 namespace qkv::cpu {
 
-/// Runs work(unit, scratch) for every unit, on as many threads as torch has. Threads take the next
-/// unit when they are done with one, under a causal mask units differ widely in size; or the next
-/// few, if there are many. No result depends on which thread ran what.
-template <class Work>
-void for_each_unit(int64_t units, int64_t scratch_bytes, const Work& work) {
-  std::atomic<int64_t> next{0};
-  const int64_t workers = std::min<int64_t>(units, at::get_num_threads());
-  const int64_t few = std::max<int64_t>(units / (std::max<int64_t>(workers, 1) * 64), 1);
-  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
-    const auto scratch = c10::GetCPUAllocator()->allocate(scratch_bytes);
-    for (int64_t unit = next.fetch_add(few); unit < units; unit = next.fetch_add(few)) {
-      const int64_t end = std::min(unit + few, units);
-      for (; unit < end; ++unit) work(unit, scratch.get());
+/// Units of work that threads take one after the other, for under a causal mask they differ widely
+/// in size; or a few at a time, if there are many. No result depends on which thread ran what.
+class Units {
+ public:
+  explicit Units(int64_t count)
+      : count_(count),
+        workers_(std::min<int64_t>(count, at::get_num_threads())),
+        few_(std::max<int64_t>(count / (std::max<int64_t>(workers_, 1) * 64), 1)) {}
+
+  int64_t workers() const { return workers_; }
+
+  /// work(unit, scratch) for those that this thread takes.
+  template <class Work>
+  void run(void* scratch, const Work& work) {
+    for (int64_t unit = next_.fetch_add(few_); unit < count_; unit = next_.fetch_add(few_)) {
+      const int64_t end = std::min(unit + few_, count_);
+      for (; unit < end; ++unit) work(unit, scratch);
     }
+  }
+
+ private:
+  int64_t count_, workers_, few_;
+  std::atomic<int64_t> next_{0};
+};
+
+/// Runs work(unit, scratch) for every unit, on as many threads as torch has.
+template <class Work>
+void for_each_unit(int64_t count, int64_t scratch_bytes, const Work& work) {
+  Units units(count);
+  at::parallel_for(0, units.workers(), 1, [&](int64_t, int64_t) {
+    const auto scratch = c10::GetCPUAllocator()->allocate(scratch_bytes);
+    units.run(scratch.get(), work);
+  });
+}
+
+/// The same with scratch that other loops use before or after.
+template <class Work>
+void for_each_unit(int64_t count, int64_t scratch_bytes, Workspace& workspace, const Work& work) {
+  Units units(count);
+  at::parallel_for(0, units.workers(), 1, [&](int64_t worker, int64_t) {
+    units.run(workspace.of_worker(worker, scratch_bytes), work);
   });
 }
 

@@ -35,18 +35,20 @@ inline int64_t grad_query_t_size(const Problem<T>& p) {
 /// dK' and dV' of the keys of one key/value head, which lie in whole blocks; without the scale.
 template <class T>
 struct KeyGradients {
-  int64_t key_width, value_width, keys;
+  int64_t key_width, value_width;
   T* grad_key;    // [keys][D]
   T* grad_value;  // [keys][Dv]
 
   KeyGradients(const Problem<T>& p, T* numbers)
       : key_width(round_up_to_vector<T>(p.head_dim)),
         value_width(round_up_to_vector<T>(p.value_dim)),
-        keys(backward_blocks(p) * kBackwardBlockKeys),
         grad_key(numbers),
-        grad_value(numbers + keys * key_width) {}
+        grad_value(numbers + backward_blocks(p) * kBackwardBlockKeys * key_width) {}
 
-  int64_t size() const { return keys * (key_width + value_width); }
+  static int64_t size(const Problem<T>& p) {
+    const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
+    return backward_blocks(p) * kBackwardBlockKeys * widths;
+  }
 
   /// To the gradients of a key/value head.
   void write(const BackwardParams<T>& backward, int64_t head, KeyRange range) const {
@@ -84,7 +86,7 @@ inline void prepare_second_order(const SecondOrderParams<T>& params, int64_t hea
 
 template <class T>
 inline int64_t second_order_partial_size(const SecondOrderParams<T>& params) {
-  return params.splits * KeyGradients<T>(params.jvp.problem, nullptr).size();
+  return params.splits * KeyGradients<T>::size(params.jvp.problem);
 }
 
 /// Blocks of keys of which P and S' of a tile of rows are kept from the first to the second time
@@ -92,7 +94,7 @@ inline int64_t second_order_partial_size(const SecondOrderParams<T>& params) {
 template <class T>
 inline int64_t kept_blocks(const Problem<T>& p) {
   constexpr int64_t kMostKeys = 1 << 14;
-  return p.keys <= kMostKeys ? backward_blocks(p) + 1 : 0;  // the first may begin before a block
+  return p.keys <= kMostKeys ? backward_blocks(p) : 0;
 }
 
 /// Some of the tiles of rows of one key/value head.
@@ -105,7 +107,7 @@ class SecondOrderUnit {
     const Problem<T>& p = params.jvp.problem;
     return Work::scratch_numbers(params.second) + OutputTangent<Products>::scratch_numbers(p) +
            grad_query_t_size<Products>(p) + kept_blocks(p) * Work::block_numbers(p) +
-           (params.splits == 1 ? KeyGradients<T>(p, nullptr).size() : 0);
+           (params.splits == 1 ? KeyGradients<T>::size(p) : 0);
   }
 
   SecondOrderUnit(const SecondOrderParams<T>& params, int64_t first_head, int64_t unit, T* scratch)
@@ -122,7 +124,9 @@ class SecondOrderUnit {
         kept_(grad_query_ + grad_query_t_size<Products>(p_)),
         of_keys_(p_, kept_ + kept_blocks(p_) * Work::block_numbers(p_)) {
     of_keys_needed_ = backward_.grad_key.data != nullptr || backward_.grad_value.data != nullptr;
-    if (params.splits > 1) of_keys_ = {p_, params.partial + unit * of_keys_.size()};
+    if (of_keys_needed_ && params.splits > 1) {
+      of_keys_ = {p_, params.partial + unit * KeyGradients<T>::size(p_)};
+    }
     needs_query_ = backward_.grad_query.data != nullptr;
     needs_key_ = backward_.grad_key.data != nullptr;
     needs_value_ = backward_.grad_value.data != nullptr && work_.weights_move();
@@ -134,7 +138,7 @@ class SecondOrderUnit {
 
   /// Under a causal mask every so many tiles see as many keys as others do.
   void run() {
-    if (of_keys_needed_) set_to_zero(of_keys_.grad_key, of_keys_.size());
+    if (of_keys_needed_) set_to_zero(of_keys_.grad_key, KeyGradients<T>::size(p_));
     const int64_t group = p_.query_heads / p_.kv_heads, kv_head = head_ % p_.kv_heads;
     for (int64_t t = split_; t < Work::tiles_of_head(p_); t += params_.splits) {
       work_.tile =
@@ -150,7 +154,6 @@ class SecondOrderUnit {
 
  private:
   using Work = BackwardTangentTile<Products>;
-  using S = Simd<T>;
   static constexpr int kRows = Work::kRows;
 
   /// f(first key, keys) for the blocks that rows of the tile see.
@@ -272,8 +275,8 @@ inline void sum_keys(const SecondOrderParams<T>& params, int64_t first_head, int
   const int64_t first = block * kBackwardBlockKeys, left = p.keys - first;
   const KeyRange keys{first, left < kBackwardBlockKeys ? p.keys : first + kBackwardBlockKeys};
   const auto part = [&](int64_t split) {
-    const int64_t size = KeyGradients<T>(p, nullptr).size();
-    return KeyGradients<T>(p, params.partial + (head * params.splits + split) * size);
+    const int64_t at = (head * params.splits + split) * KeyGradients<T>::size(p);
+    return KeyGradients<T>(p, params.partial + at);
   };
   const auto add = [&](const T* from, T* to, int64_t width) {
     for (int64_t x = keys.begin * width; x < keys.end * width; x += S::kWidth) {
