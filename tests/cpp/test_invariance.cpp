@@ -99,6 +99,26 @@ TEST(Invariance, GradientOfAMaskThatIsBroadcast) {
   at::set_num_threads(before);
 }
 
+/// More heads than have buffers at a time, of keys and of rows that are cut in two.
+TEST(Invariance, HeadsThatTakeOverBuffers) {
+  Problem problem;
+  problem.query = torch::randn({1, 7, 1100, 8});
+  problem.key = torch::randn({1, 7, 1100, 8});
+  problem.value = torch::randn({1, 7, 1100, 9});
+  problem.grad = torch::randn({1, 7, 1100, 9});
+  problem.mask = torch::randn({1100, 1100});
+  problem.slopes = torch::rand({7});
+  problem.sinks = torch::randn({7});
+  const int before = at::get_num_threads();
+  at::set_num_threads(1);
+  const Results expected = problem.run();
+  for (int threads : {2, 3, 2, 3}) {
+    at::set_num_threads(threads);
+    EXPECT_TRUE(problem.run() == expected) << threads << " threads";
+  }
+  at::set_num_threads(before);
+}
+
 TEST(Invariance, RestOfTheBatch) {
   const Problem problem;
   const Results both = problem.run();
