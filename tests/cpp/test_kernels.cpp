@@ -39,6 +39,9 @@ struct Shape {
   int64_t heads, kv_heads, queries, keys, head_dim, value_dim;
   Band band;
   bool options = false;  // softcap, ALiBi and sinks
+  bool capped = false;   // a softcap alone
+
+  bool has_softcap() const { return options || capped; }
 };
 
 constexpr double kSoftcap = 1.5;
@@ -113,8 +116,8 @@ class KernelRun {
     p.query = operand<const T>(q_.data(), s_.queries, s_.head_dim);
     p.key = operand<const T>(k_.data(), s_.keys, s_.head_dim);
     p.value = operand<const T>(v_.data(), s_.keys, s_.value_dim);
+    if (s_.has_softcap()) p.softcap = T(kSoftcap);
     if (s_.options) {
-      p.softcap = T(kSoftcap);
       p.alibi_slopes.data = slopes_.data();
       p.alibi_slopes.head_stride = 1;
       p.sinks.data = sinks_.data();
@@ -230,11 +233,12 @@ class KernelRun {
             score += q_i[d] * k[first_k + j * s_.head_dim + d];
           }
           score = score * double(T(0.3));
-          if (s_.options) {
+          if (s_.has_softcap()) {
             const Dual t = tanh(score / kSoftcap);
             cap_slope[j] = Dual(1.0) - t * t;
-            score = t * kSoftcap - slopes[h] * std::abs(double(position - j));
+            score = t * kSoftcap;
           }
+          if (s_.options) score = score - slopes[h] * std::abs(double(position - j));
           p[j] = keep ? exp(score) : 0.0;
           sum += p[j];
         }
@@ -488,6 +492,9 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       {1, 1, 2, 300, 64, 64, all, true},
       {4, 2, 60, 290, 24, 20, all, true},
       {2, 1, 20, 2100, 8, 8, causal, true},
+      // Scores are capped where they leave their product.
+      {1, 1, 50, 400, 20, 17, all, false, true},
+      {2, 1, 70, 290, 24, 20, {-1, 0, 200}, false, true},
       {2, 1, 35, 4200, 9, 20, {-1, 0, 4170}},  // two tiles or three of 48 or 24 rows
       {1, 1, 45, 4200, 5, 8, {2100, 40, 0}},
       // Many bytes a key: tiles take turns more than once.

@@ -125,40 +125,41 @@ class AmxSource {
     const auto scale = S::set(p_.scale);
     pairs_of_keys<kVectors>(
         first_key, keys, first_row, [&](int k, auto count) __attribute__((always_inline)) {
-          for (int i = k; i < k + count(); ++i) {
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
-              finish(i, v, S::load(product(i) + v * S::kWidth) * scale);
-            }
-          }
-        });
-  }
-
-  /// P[k][row] = weight(k, v, the score), rounded.
-  template <int kVectors, class Weight>
-  QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float*, Weight weight) {
-    const auto scale = S::set(p_.scale);
-    BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
-    pairs_of_keys<kVectors>(
-        first_key, keys, first_row, [&](int k, auto count) __attribute__((always_inline)) {
-          round_pair<kVectors, count()>(
-              k, to, [&](int k, int v) __attribute__((always_inline)) {
-                return weight(k, v, S::load(product(k) + v * S::kWidth) * scale);
+          for_each_vector<kVectors, count()>(
+              product(k), [&](int v, auto& x) __attribute__((always_inline)) {
+                for (auto& score : x) score = score * scale;
+                finish(k, v, x);
               });
         });
   }
 
-  /// The same of scores that are there already.
-  template <int kVectors, class Weight>
-  QKV_INLINE void weights_of_scores(int64_t first_key, int keys, int first_row, const float* scores,
-                                    Weight weight) {
+  /// P[k][row]: weights of the scores, rounded; weigh(k, v, x) makes x, scores of keys from k on,
+  /// weights.
+  template <int kVectors, class Weigh>
+  QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float*, Weigh weigh) {
     BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
-    const auto weight_of = [&](int k, int v) __attribute__((always_inline)) {
-      return weight(k, v, S::load(scores + k * kRows + v * S::kWidth));
+    scores<kVectors>(
+        first_key, keys, first_row, [&](int k, int v, auto& x) __attribute__((always_inline)) {
+          weigh(k, v, x);
+          store_rounded(x, to + k / 2 * kRows + v * S::kWidth);
+        });
+  }
+
+  /// The same of scores that are there already.
+  template <int kVectors, class Weigh>
+  QKV_INLINE void weights_of_scores(int64_t first_key, int keys, int first_row, const float* scores,
+                                    Weigh weigh) {
+    BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
+    const auto weigh_stored = [&](int k, auto count) __attribute__((always_inline)) {
+      for_each_vector<kVectors, count()>(
+          scores + k * kRows, [&](int v, auto& x) __attribute__((always_inline)) {
+            weigh(k, v, x);
+            store_rounded(x, to + k / 2 * kRows + v * S::kWidth);
+          });
     };
     int k = 0;
-    for (; k + 2 <= keys; k += 2) round_pair<kVectors, 2>(k, to, weight_of);
-    if (k < keys) round_pair<kVectors, 1>(k, to, weight_of);
+    for (; k + 2 <= keys; k += 2) weigh_stored(k, Constant<2>{});
+    if (k < keys) weigh_stored(k, Constant<1>{});
   }
 
   /// bits is nullptr if all pairs are kept.
@@ -251,16 +252,23 @@ class AmxSource {
     return to + before / 2 * kRows;
   }
 
-  /// The weights of one or two keys from k on, as weight(key, v) has them.
-  template <int kVectors, int kCount, class Weight>
-  QKV_INLINE void round_pair(int k, BFloat16Pair* to, Weight weight) const {
+  /// Calls f(v, x) with the vectors x of one or two keys.
+  template <int kVectors, int kCount, class F>
+  static QKV_INLINE void for_each_vector(const float* from, F f) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const auto first = weight(k, v);
-      auto second = S::zero();
-      if constexpr (kCount == 2) second = weight(k + 1, v);
-      Pairs::store(to + k / 2 * kRows + v * S::kWidth, Pairs::round(first, second));
+      S::Number x[kCount];
+      for (int i = 0; i < kCount; ++i) x[i] = S::load(from + i * kRows + v * S::kWidth);
+      f(v, x);
     }
+  }
+
+  /// The weights of one or two keys.
+  template <int kCount>
+  static QKV_INLINE void store_rounded(const S::Number (&x)[kCount], BFloat16Pair* to) {
+    auto second = S::zero();
+    if constexpr (kCount == 2) second = x[1];
+    Pairs::store(to, Pairs::round(x[0], second));
   }
 
   /// sum[row] += P, as rounded: four sums, for an addition has to wait for the one before it.

@@ -165,10 +165,10 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
                       T* c, Finish finish) {
     multiply<Factor, kCount>(
         range.end - range.begin, Scores::depth(width), lines.first + range.begin * lines.stride,
-        lines.stride, UnitStride{}, columns,
-        kRows, [=](int64_t k, int v, typename S::Number x) __attribute__((always_inline)) {
+        lines.stride, UnitStride{}, columns, kRows,
+        each_vector([=](int64_t k, int v, typename S::Number x) __attribute__((always_inline)) {
           S::store(c + k * kRows + v * S::kWidth, finish(x));
-        });
+        }));
   }
 };
 

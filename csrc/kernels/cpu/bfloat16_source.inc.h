@@ -116,8 +116,10 @@ class BFloat16Source
         0, keys, InPairs::depth(p_.head_dim), lines.first, lines.stride, UnitStride{},
         query_t_ + first_row, kRows,
         [](int64_t, int) __attribute__((always_inline)) { return S::zero(); },
-        [&](int64_t k, int v, S::Number x)
-            __attribute__((always_inline)) { finish(k, v, x * scale); });
+        few_at_a_time([&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
+          for (auto& score : x) score = score * scale;
+          finish(k, v, x);
+        }));
   }
 
   /// bits is nullptr if all pairs are kept. out_t has the sum of the weights after its Dv rows.
@@ -143,8 +145,9 @@ class BFloat16Source
         round_up_to_vector<float>(p_.value_dim), weights_ + first_row, kRows,
         [=](int64_t d, int v)
             __attribute__((always_inline)) { return S::load(out_t + d * kRows + v * S::kWidth); },
-        [=](int64_t d, int v, S::Number x)
-            __attribute__((always_inline)) { S::store(out_t + d * kRows + v * S::kWidth, x); });
+        each_vector([=](int64_t d, int v, S::Number x) __attribute__((always_inline)) {
+          S::store(out_t + d * kRows + v * S::kWidth, x);
+        }));
     if (poisoned) {
       const auto weight = [weights](int k, int r) { return weights[k * kRows + r]; };
       add_non_finite<kVectors, kRows>(keys, p_.value_dim, values, row, weight, bits, out_t);

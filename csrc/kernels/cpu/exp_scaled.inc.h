@@ -16,16 +16,29 @@ constexpr float kPowerOfFraction[] = {0.0018671300495043397f, 0.0090170307084918
 /// exp(x) = 2^n · 2^r with n + r = x · log2 e. The relative error grows with |x| as that of x does,
 /// 2^-24 |x|; 0 and what is not finite as in exp_of_nonpositive of any other processor.
 template <>
-QKV_INLINE __m512 exp_of_nonpositive<float>(__m512 x) {
-  const auto y = x * _mm512_set1_ps(1.4426950408889634f);
-  const auto r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  auto power = _mm512_set1_ps(kPowerOfFraction[0]);
+struct ExpOfNonpositive<float> {
+  template <int kCount>
+  static QKV_INLINE void replace(__m512 (&x)[kCount]) {
+    __m512 r[kCount], power[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = x[i] * _mm512_set1_ps(1.4426950408889634f);
+      r[i] = _mm512_reduce_ps(x[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+      power[i] = _mm512_set1_ps(kPowerOfFraction[0]);
+    }
 #pragma GCC unroll 5
-  for (int k = 1; k < 6; ++k) {
-    power = _mm512_fmadd_ps(power, r, _mm512_set1_ps(kPowerOfFraction[k]));
+    for (int k = 1; k < 6; ++k) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kCount; ++i) {
+        power[i] = _mm512_fmadd_ps(power[i], r[i], _mm512_set1_ps(kPowerOfFraction[k]));
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {
+      const auto is_normal = _mm512_cmp_ps_mask(x[i], _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+      x[i] = _mm512_maskz_scalef_ps(is_normal, power[i], x[i]);
+    }
   }
-  const auto is_normal = _mm512_cmp_ps_mask(y, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  return _mm512_maskz_scalef_ps(is_normal, power, y);
-}
+};
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -98,7 +98,7 @@ class ForwardSource
     const Rows<T> k = turn_.has(first_key, keys) ? turn_.key(first_key)
                                                  : rows_of(p_.key, first_key, keys, p_.head_dim);
     multiply<T, kVectors>(keys, p_.head_dim, k.first, k.stride, UnitStride{}, query_t_ + first_row,
-                          kRows, finish);
+                          kRows, few_at_a_time(finish));
   }
 
   /// bits is nullptr if all pairs are kept.

@@ -201,21 +201,25 @@ class ForwardTile {
 
   /// What is read after the scores of some keys: their values and the keys after them.
   struct NextKeys {
+    bool any;
     NextRows values;
     NextRows keys;
 
-    QKV_INLINE void fetch(int64_t k) const {
-      values.fetch(k);
-      keys.fetch(k);
+    QKV_INLINE void fetch(int64_t first, int count) const {
+      if (!any) return;
+      for (int64_t k = first; k < first + count; ++k) {
+        values.fetch(k);
+        keys.fetch(k);
+      }
     }
   };
 
   NextKeys keys_to_fetch(int64_t first_key, int keys) const {
-    if (!fetches_) return {};
+    if (!fetches_) return {false, {}, {}};
     const int64_t after = first_key + keys;
     const KeyRange next = KeyRange{after, after + keys}.intersection({0, any_.end});
     const Storage storage = p_.key_value_storage;
-    return {next_rows<T>(tile_, p_.value, storage, {first_key, after}, p_.value_dim),
+    return {true, next_rows<T>(tile_, p_.value, storage, {first_key, after}, p_.value_dim),
             next_rows<T>(tile_, p_.key, storage, next, p_.head_dim)};
   }
 
@@ -256,11 +260,16 @@ class ForwardTile {
     const uint8_t* stays = drops_ ? stays_ + first_bits : nullptr;
     bool weighed = false;
     // With ALiBi rows outgrow their maxima from block to block, up to where they stand.
-    if (p_.softcap == T(0) && p_.alibi_slopes.data == nullptr) {
-      with_constant(scores.changes() || drops_, [&](auto changes) {
-        weighed = weigh_in_registers<kVectors, changes() != 0>(first_key, keys, first_vector,
-                                                               scores, stays, next, weights);
-      });
+    if (p_.alibi_slopes.data == nullptr) {
+      const auto weigh_now = [&](auto changes) {
+        weighed = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
+                                                          stays, next, weights);
+      };
+      if (scores.is_capped()) {
+        weigh_now(Constant<kCaps>{});
+      } else {
+        with_constant(scores.changes() || drops_, weigh_now);
+      }
     }
     if (!weighed) weigh<kVectors>(first_key, keys, first_vector, scores, stays, next, weights);
     const uint8_t* bits = mask_.bits + first_bits;
@@ -272,10 +281,13 @@ class ForwardTile {
   template <int kVectors>
   using Scores = ScoreRows<T, kVectors, kRows>;
 
+  /// What happens to scores before they are weighed: nothing, and no weight is dropped; or bias,
+  /// mask and dropout; or the softcap before these.
+  enum Changes { kNone = 0, kMasks = 1, kCaps = 2 };
+
   /// P = exp(S - max) where S leaves the registers of the product, under the maxima of the keys
-  /// before. False, and nothing done, if a row has none yet or one that is too small now. If not
-  /// kChanges, `scores` changes nothing and no weight is dropped.
-  template <int kVectors, bool kChanges>
+  /// before. False, and nothing done, if a row has none yet or one that is too small now.
+  template <int kVectors, int kChanges>
   bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
                           const Scores<kVectors>& scores, const uint8_t* stays,
                           const NextKeys& next, T* weights) {
@@ -290,14 +302,17 @@ class ForwardTile {
     }
     source_.template weights<kVectors>(
         first_key, keys, first_vector * S::kWidth,
-        weights, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
-          if (v == 0) next.fetch(k);
-          if constexpr (kChanges) x = scores.biased_and_kept(k, v, x);
-          block_max[v] = S::maximum(block_max[v], x);
-          const auto weight = Math::exp(x - shift[v]);
-          sum[v] = sum[v] + weight;
-          if (!kChanges || stays == nullptr) return weight;
-          return undropped<T, kRows>(stays, k, v, weight);
+        weights, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
+          if (v == 0) next.fetch(k, count_of(x));
+          int64_t key = k;
+#pragma GCC unroll 4
+          for (auto& score : x) {
+            if constexpr (kChanges == kCaps) score = scores.capped(score);
+            if constexpr (kChanges != kNone) score = scores.biased_and_kept(key++, v, score);
+            block_max[v] = S::maximum(block_max[v], score);
+          }
+          weigh_few(x, shift[v], sum[v]);
+          if constexpr (kChanges != kNone) drop(stays, k, v, x);
         });
     for (int v = 0; v < kVectors; ++v) {
       if (S::any_greater(block_max[v], softmax_[first_vector + v].limit())) return false;
@@ -314,21 +329,53 @@ class ForwardTile {
     for (auto& m : block_max) m = Math::minus_infinity();
     source_.template scores<kVectors>(
         first_key, keys,
-        first_vector * S::kWidth, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
-          if (v == 0) next.fetch(k);
-          S::store(weights + k * kRows + v * S::kWidth, x);
-          block_max[v] = S::maximum(block_max[v], x);
+        first_vector * S::kWidth, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
+          if (v == 0) next.fetch(k, count_of(x));
+          T* line = weights + k * kRows + v * S::kWidth;
+#pragma GCC unroll 4
+          for (const auto& score : x) {
+            S::store(line, score);
+            line += kRows;
+            block_max[v] = S::maximum(block_max[v], score);
+          }
         });
     if (scores.changes()) scores.change(keys, weights, block_max);
     raise_max<kVectors>(block_max, first_vector);
-    Number shift[kVectors];
-    for (int v = 0; v < kVectors; ++v) shift[v] = softmax_[first_vector + v].shift();
+    Number shift[kVectors], sum[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      shift[v] = softmax_[first_vector + v].shift();
+      sum[v] = softmax_[first_vector + v].sum;
+    }
     source_.template weights_of_scores<kVectors>(
         first_key, keys, first_vector * S::kWidth,
-        weights, [&](int64_t k, int v, Number x) __attribute__((always_inline)) {
-          const auto weight = softmax_[first_vector + v].weight(x, shift[v]);
-          return stays == nullptr ? weight : undropped<T, kRows>(stays, k, v, weight);
+        weights, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
+          weigh_few(x, shift[v], sum[v]);
+          drop(stays, k, v, x);
         });
+    for (int v = 0; v < kVectors; ++v) softmax_[first_vector + v].sum = sum[v];
+  }
+
+  template <int kCount>
+  static constexpr int count_of(const Number (&)[kCount]) {
+    return kCount;
+  }
+
+  /// x, scores of one vector of rows and a few keys, becomes weights, which are added to `sum`.
+  template <int kCount>
+  static QKV_INLINE void weigh_few(Number (&x)[kCount], Number shift, Number& sum) {
+#pragma GCC unroll 4
+    for (auto& score : x) score = score - shift;
+    ExpOfNonpositive<T>::replace(x);
+#pragma GCC unroll 4
+    for (const auto& weight : x) sum = sum + weight;
+  }
+
+  /// Those weights, of keys from k on, become 0 where they are dropped.
+  template <int kCount>
+  static QKV_INLINE void drop(const uint8_t* stays, int64_t k, int v, Number (&x)[kCount]) {
+    if (stays == nullptr) return;
+#pragma GCC unroll 4
+    for (auto& weight : x) weight = undropped<T, kRows>(stays, k++, v, weight);
   }
 
   /// Rows whose maximum has grown too far shrink what they have summed under the smaller one. A row

@@ -13,15 +13,15 @@ namespace qkv::kernels::QKV_ISA {
 
 /// scores = softcap(scores); slopes, unless nullptr, takes the derivative, 1 - tanh².
 template <class T, int kVectors, int kRows>
-inline void cap_scores(T softcap, int keys, T* scores, T* slopes) {
+inline void cap_scores(Softcap<T> softcap, int keys, T* scores, T* slopes) {
   using S = Simd<T>;
-  const auto cap = S::set(softcap), inverse = S::set(T(1) / softcap), one = S::set(T(1));
+  const auto inverse = S::set(softcap.inverse), one = S::set(T(1));
   for (int k = 0; k < keys; ++k) {
     for (int v = 0; v < kVectors; ++v) {
       const int64_t x = k * kRows + v * S::kWidth;
-      const auto t = tanh_of<T>(S::load(scores + x) * inverse);
-      S::store(scores + x, cap * t);
-      if (slopes != nullptr) S::store(slopes + x, S::fma(S::zero() - t, t, one));
+      const auto capped = softcap(S::load(scores + x)), tanh = capped * inverse;
+      S::store(scores + x, capped);
+      if (slopes != nullptr) S::store(slopes + x, S::fma(S::zero() - tanh, tanh, one));
     }
   }
 }
@@ -86,7 +86,11 @@ class ScoreRows {
   }
 
   bool is_biased() const { return bias_ != nullptr || has_alibi_; }
-  bool changes() const { return softcap_ != T(0) || is_biased() || bits_ != nullptr; }
+  bool is_capped() const { return softcap_.cap != T(0); }
+  bool changes() const { return is_capped() || is_biased() || bits_ != nullptr; }
+
+  /// One vector with the softcap.
+  QKV_INLINE Number capped(Number x) const { return softcap_(x); }
 
   /// One vector with mask and ALiBi.
   QKV_INLINE Number biased(int64_t k, int v, Number x) const {
@@ -108,7 +112,7 @@ class ScoreRows {
 
   /// scores[key][row] with the softcap; slopes, unless nullptr, takes the derivative.
   void cap(int keys, T* scores, T* slopes = nullptr) const {
-    if (softcap_ != T(0)) cap_scores<T, kVectors, kRows>(softcap_, keys, scores, slopes);
+    if (is_capped()) cap_scores<T, kVectors, kRows>(softcap_, keys, scores, slopes);
   }
 
   /// All that happens to scores[key][row]; max takes the maxima of what is kept.
@@ -137,7 +141,7 @@ class ScoreRows {
   }
 
  private:
-  T softcap_;
+  Softcap<T> softcap_;
   const T* bias_ = nullptr;        // [keys][kRows]
   const uint8_t* bits_ = nullptr;  // as in MaskTile
   bool has_alibi_;

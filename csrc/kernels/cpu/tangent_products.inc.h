@@ -124,8 +124,9 @@ class VectorProducts {
           [=](int64_t k, int v) __attribute__((always_inline)) {
             return add ? S::load(c_r + k * kRows + v * S::kWidth) : S::zero();
           },
-          [=](int64_t k, int v, typename S::Number sum)
-              __attribute__((always_inline)) { S::store(c_r + k * kRows + v * S::kWidth, sum); });
+          each_vector([=](int64_t k, int v, typename S::Number sum) __attribute__((always_inline)) {
+            S::store(c_r + k * kRows + v * S::kWidth, sum);
+          }));
     });
   }
 

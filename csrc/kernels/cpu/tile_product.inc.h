@@ -35,8 +35,56 @@ QKV_INLINE void with_constant(bool condition, F f) {
   condition ? f(Constant<1>{}) : f(Constant<0>{});
 }
 
+/// A finish that takes vectors one by one, as f(r, v, x).
+template <class F>
+struct EachVector {
+  F f;
+
+  template <class Number, int kRows, int kVectors>
+  QKV_INLINE void operator()(int64_t first, Number (&x)[kRows][kVectors]) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) f(first + r, v, x[r][v]);
+  }
+};
+
+template <class F>
+QKV_INLINE EachVector<F> each_vector(F f) {
+  return {f};
+}
+
+/// One that takes a few rows of one vector after the other, as f(r, v, x) with x[rows]: where each
+/// operation on a vector waits for the one before it, several vectors fill the time.
+template <class F>
+struct FewAtATime {
+  static constexpr int kMost = 4;
+
+  F f;
+
+  template <class Number, int kRows, int kVectors>
+  QKV_INLINE void operator()(int64_t first, Number (&x)[kRows][kVectors]) const {
+    constexpr int kCount = kRows < kMost ? kRows : kMost;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r += kCount) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        Number few[kCount];
+#pragma GCC unroll 4
+        for (int i = 0; i < kCount; ++i) few[i] = x[r + i][v];
+        f(first + r, v, few);
+      }
+    }
+  }
+};
+
+template <class F>
+QKV_INLINE FewAtATime<F> few_at_a_time(F f) {
+  return {f};
+}
+
 /// Rows first .. first + kRows of C, kVectors vectors wide. `start(r, v)` gives the first value of
-/// a vector of C, `finish(r, v, x)` takes the last.
+/// a vector of C, `finish(first, x)` takes the last ones, all at once: x[kRows][kVectors].
 template <class T, int kRows, int kVectors, class RowStride, class StepStride, class Start,
           class Finish>
 QKV_INLINE void product_of_rows(int64_t first, int64_t depth, const T* a, RowStride a_row,
@@ -60,10 +108,7 @@ QKV_INLINE void product_of_rows(int64_t first, int64_t depth, const T* a, RowStr
       for (int v = 0; v < kVectors; ++v) sum[r][v] = S::fma(a_rk, b_k[v], sum[r][v]);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) finish(first + r, v, sum[r][v]);
+  finish(first, sum);
 }
 
 /// Rows first .. rows of C, in steps of kRows, the rest in steps of its halves.
@@ -81,7 +126,7 @@ QKV_INLINE void tile_product(int64_t first, int64_t rows, int64_t depth, const T
   }
 }
 
-/// C = A · B, each finished vector also shown to `finish(r, v, x)`.
+/// C = A · B, handed to `finish(first, x)`.
 template <class T, int kVectors, class RowStride, class StepStride, class Finish>
 QKV_INLINE void multiply(int64_t rows, int64_t depth, const T* a, RowStride a_row,
                          StepStride a_step, const T* b, int64_t b_row, Finish finish) {
@@ -100,8 +145,9 @@ QKV_INLINE void multiply_add(int64_t rows, int64_t depth, const T* a, RowStride 
       0, rows, depth, a, a_row, a_step, b, b_row,
       [=](int64_t r, int v)
           __attribute__((always_inline)) { return S::load(c + r * c_row + v * S::kWidth); },
-      [=](int64_t r, int v, typename S::Number x)
-          __attribute__((always_inline)) { S::store(c + r * c_row + v * S::kWidth, x); });
+      each_vector([=](int64_t r, int v, typename S::Number x) __attribute__((always_inline)) {
+        S::store(c + r * c_row + v * S::kWidth, x);
+      }));
 }
 
 }  // namespace qkv::kernels::QKV_ISA
