@@ -105,6 +105,7 @@ template <class Scores, int kVectors, class T>
 inline void backward_split(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                            void* scratch) {
   using Work = BackwardTile<Scores, kVectors>;
+  using S = Simd<T>;
   constexpr int kRows = Work::kRows;
   const Problem<T>& p = params.problem;
   const int64_t head = first_head + unit / params.splits;
@@ -175,11 +176,9 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
         multiply_add_kept_rows<T, kRows>(block, work.ds_tile, query_rows, work.mask.bits,
                                          block_grad_key, key_width);
       } else if (partial && !whole) {
-        for (int piece = 0; piece < Work::kPieces; ++piece) {
-          const int r = piece * Work::kPiece;
-          const KeyRange seen = work.keys[piece];
-          if (seen.empty()) continue;
-          const int64_t left = tile.rows - r, rows = left < Work::kPiece ? left : Work::kPiece;
+        work.seen.for_each_strip(block, [&](KeyRange seen, int first_vector, int end) {
+          const int64_t r = first_vector * S::kWidth, end_row = end * S::kWidth;
+          const int64_t rows = (end_row < tile.rows ? end_row : tile.rows) - r;
           if (need_value) {
             multiply_add_rows<T, kRows>(seen.end - seen.begin, rows,
                                         work.p_tile + seen.begin * kRows + r,
@@ -191,7 +190,7 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
                 seen.end - seen.begin, rows, work.ds_tile + seen.begin * kRows + r,
                 query_rows + r * key_width, key_width, block_grad_key + seen.begin * key_width);
           }
-        }
+        });
       } else {
         if (need_value) {
           multiply_add_rows<T, kRows>(block, tile.rows, work.p_tile, grad_out_rows, value_width,
@@ -209,17 +208,12 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
         multiply_add_kept_keys<T, kVectors>(block, p.head_dim, key.first, key.stride, work.ds_tile,
                                             work.mask.bits, grad_query_t);
       } else {
-        for (int piece = 0; piece < Work::kPieces; ++piece) {
-          const int r = piece * Work::kPiece;
-          const KeyRange seen = work.keys[piece];
-          if (seen.empty()) continue;
-          work.with_vectors(r, [&](auto vectors) {
-            multiply_add<T, vectors()>(p.head_dim, seen.end - seen.begin,
-                                       key.first + seen.begin * key.stride, UnitStride{},
-                                       key.stride, work.ds_tile + seen.begin * kRows + r, kRows,
-                                       grad_query_t + r, kRows);
-          });
-        }
+        work.seen.for_each_part([&](int first_vector, auto vectors, KeyRange seen) {
+          const int64_t r = first_vector * S::kWidth;
+          multiply_add<T, vectors()>(
+              p.head_dim, seen.end - seen.begin, key.first + seen.begin * key.stride, UnitStride{},
+              key.stride, work.ds_tile + seen.begin * kRows + r, kRows, grad_query_t + r, kRows);
+        });
       }
     }
     if (params.slope_gradient_of_rows != nullptr) {

@@ -23,20 +23,6 @@ namespace qkv::kernels::QKV_ISA {
 
 constexpr int kBackwardBlockKeys = 96;
 
-/// Of a block of keys, those that kPiece rows from first_row on need: if it is partial, what they
-/// see by the band, cut at multiples of 8.
-template <int kPiece, class T, int kRows>
-inline KeyRange keys_of_piece(const Problem<T>& p, const RowTile<kRows>& tile, int first_row,
-                              int64_t first_key, int count, bool partial) {
-  if (first_row >= tile.rows) return {0, 0};
-  if (!partial) return {0, count};
-  const int last_row = first_row + kPiece <= tile.rows ? first_row + kPiece - 1 : tile.rows - 1;
-  const KeyRange seen = keys_of_any(p.band, tile.query[first_row], tile.query[last_row], p.keys);
-  const int64_t begin = seen.begin > first_key ? (seen.begin - first_key) / 8 * 8 : 0;
-  const int64_t end = (seen.end - first_key + 7) / 8 * 8;
-  return {begin, end < count ? end : count};
-}
-
 template <class T, int kVectors>
 struct BackwardRows {
   using S = Simd<T>;

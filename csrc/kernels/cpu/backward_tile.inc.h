@@ -2,6 +2,7 @@
 
 #include "kernels/cpu/backward_rows.inc.h"
 #include "kernels/cpu/score_products.inc.h"
+#include "kernels/cpu/seen_keys.inc.h"
 
 // P and dS of one tile of rows and one block of keys, recomputed from lse: the common part of the
 // backward kernel and of the mask's gradient. S and dP are multiplied here, the rest is
@@ -27,13 +28,6 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   using Base = BackwardRows<T, kVectors>;
   using Base::alibi, Base::kRows, Base::mask, Base::p, Base::params, Base::stays, Base::tile;
   using S = Simd<T>;
-  // The products are done in pieces of at most 3 vectors, which is what registers hold. Vectors
-  // without a row are left out; and where the edge of the band runs through a block, so are the
-  // keys that no row of a piece sees.
-  static constexpr int kPieceVectors = kVectors > 3 ? kVectors / 2 : kVectors;
-  static constexpr int kPieces = kVectors / kPieceVectors;
-  static constexpr int kPiece = kPieceVectors * S::kWidth;
-
   Factor* query_t;      // [D][rows]
   Factor* grad_out_t;   // [Dv][rows]
   T* p_tile;            // [keys][rows], R ∘ P
@@ -44,8 +38,8 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   Factor* value_lines;  // [keys][Dv], copied
   Rows<T> key;          // of the block, after load_block, if dQ is asked for
   T* end_of_scratch;
-  bool whole;              // nothing is left out: all of P and dS is written
-  KeyRange keys[kPieces];  // of the block, that the pieces have taken
+  bool whole;                  // nothing is left out: all of P and dS is written
+  SeenKeys<T, kVectors> seen;  // of the block
 
   static int64_t scratch_numbers(const Problem<T>& p) {
     const int64_t tiles = p.softcap != T(0) ? 4 : 3;
@@ -106,29 +100,15 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     } else if (params.grad_query.data != nullptr) {
       key = rows_of_block(tile, p.key, p.key_value_storage, first_key, count, p.head_dim, key_rows);
     }
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int first_row = piece * kPiece;
-      keys[piece] = whole ? KeyRange{0, count}
-                          : keys_of_piece<kPiece>(p, tile, first_row, first_key, count, partial);
-      if (keys[piece].empty()) continue;
-      with_vectors(first_row, [&](auto vectors) {
-        load_piece<vectors()>(first_row, first_key, of_key, of_value, keys[piece], partial);
-      });
+    if (partial && !whole) {
+      seen.see_by_band(p, tile, first_key, count);
+    } else {
+      seen.see_all(whole ? kVectors : (tile.rows + S::kWidth - 1) / S::kWidth, count);
     }
+    seen.for_each_piece(count, [&](int first_vector, auto vectors, KeyRange keys) {
+      load_part<vectors()>(first_vector, first_key, of_key, of_value, keys, partial);
+    });
     return state;
-  }
-
-  /// Calls f with the number of vectors that a piece computes.
-  template <class F>
-  QKV_INLINE void with_vectors(int first_row, F f) const {
-    const int rows = whole ? kPiece : tile.rows - first_row;
-    if constexpr (kPieceVectors > 2) {
-      if (rows > 2 * S::kWidth) return f(Constant<3>{});
-    }
-    if constexpr (kPieceVectors > 1) {
-      if (rows > S::kWidth) return f(Constant<2>{});
-    }
-    f(Constant<1>{});
   }
 
   void add_slope_gradient(int64_t first_key, int count, T* sums) const {
@@ -142,9 +122,10 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 
  private:
   template <int kCount>
-  void load_piece(int first_row, int64_t first_key, Rows<Factor> of_key, Rows<Factor> of_value,
-                  KeyRange range, bool partial) {
-    const int count = static_cast<int>(range.end - range.begin);
+  void load_part(int first_vector, int64_t first_key, Rows<Factor> of_key, Rows<Factor> of_value,
+                 KeyRange range, bool partial) {
+    const int count = static_cast<int>(range.end - range.begin),
+              first_row = first_vector * S::kWidth;
     const int64_t first = range.begin * kRows + first_row;
     const auto scale = S::set(p.scale);
     product<kCount>(
@@ -156,8 +137,8 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
         range, p.value_dim, of_value, grad_out_t + first_row, ds_tile + first,
         [](typename S::Number x) __attribute__((always_inline)) { return x; });
     Base::template softmax_backward<kCount>(first_key, static_cast<int>(range.begin), count,
-                                            first_row / S::kWidth, partial, p_tile + first,
-                                            ds_tile + first, cap_tile + first);
+                                            first_vector, partial, p_tile + first, ds_tile + first,
+                                            cap_tile + first);
   }
 
   template <int kCount, class Finish>

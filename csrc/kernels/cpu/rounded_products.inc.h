@@ -49,9 +49,10 @@ class RoundedProducts : public VectorProducts<InPairs> {
                             !all_finite<float>(keys_of_x, stride, block_.keys, width);
     pack_keys_in_pairs(keys_of_x, stride, block_.keys, width, key_pairs_);
     if (leaves_out) set_non_finite_to_zero(pairs_of(block_.keys) * row, key_pairs_);
-    for_each_piece([&](int r, KeyRange keys) {
-      round_keys(b + r, keys, tile_pairs_ + r, sums == nullptr ? nullptr : sums + r);
-      multiply_add<BFloat16Pair, kPieceVectors>(
+    seen_.for_each_part([&](int v, auto vectors, KeyRange keys) {
+      const int r = v * S::kWidth;
+      round_keys<vectors()>(b + r, keys, tile_pairs_ + r, sums == nullptr ? nullptr : sums + r);
+      multiply_add<BFloat16Pair, vectors()>(
           width, pairs_of(keys.end - keys.begin), key_pairs_ + keys.begin / 2 * row, UnitStride{},
           row, tile_pairs_ + keys.begin / 2 * kRows + r, kRows, c + r, kRows);
     });
@@ -65,19 +66,12 @@ class RoundedProducts : public VectorProducts<InPairs> {
     if (!rounds_tiles()) return Base::add_to_keys(y, a, c);
     const int64_t row = round_up_to_vector<float>(m_.width(y));
     if (!has_rows_[y]) pack_rows(y);
-    const auto add = [&](int r, KeyRange keys, int rows) {
+    for_each_strip([&](int r, int rows, KeyRange keys) {
       round_rows(a + r, keys, rows, tile_pairs_ + r / 2);
       multiply_add_rows<BFloat16Pair, kRows / 2>(
           keys.end - keys.begin, pairs_of(rows), tile_pairs_ + (keys.begin * kRows + r) / 2,
           packed_rows(y) + r / 2 * row, row, c + keys.begin * row);
-    };
-    if (block_.state == TileState::kFull) {
-      add(0, {0, block_.keys}, tile_->rows);
-    } else {
-      for_each_piece([&](int r, KeyRange keys) {
-        add(r, keys, tile_->rows - r < kPiece ? tile_->rows - r : kPiece);
-      });
-    }
+    });
     if (!rows_finite_[y]) add_non_finite_rows(y, a, c);
   }
 
@@ -107,11 +101,12 @@ class RoundedProducts : public VectorProducts<InPairs> {
     if (!rows_finite_[y]) set_non_finite_to_zero(kRows / 2 * row, packed_rows(y));
   }
 
-  /// Keys of a tile and the rows of a piece.
+  /// Keys of a tile and kCount vectors of its rows.
+  template <int kCount>
   static void round_keys(const float* tile, KeyRange keys, BFloat16Pair* to, float* sums) {
     const BFloat16 one{0x3f80};
     const auto ones = Pairs::set({one, one});
-    for (int v = 0; v < kPieceVectors; ++v) {
+    for (int v = 0; v < kCount; ++v) {
       auto sum = S::zero();
       for (int64_t k = keys.begin; k < keys.end; k += 2) {
         const float* from = tile + k * kRows + v * S::kWidth;

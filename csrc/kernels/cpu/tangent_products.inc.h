@@ -4,6 +4,7 @@
 #include "kernels/cpu/block_rows.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
+#include "kernels/cpu/seen_keys.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 
 // The matrices of a tangent tile, and products of them. X is one that keys have, Y one that rows
@@ -108,6 +109,11 @@ class VectorProducts {
 
   void begin_block(const TangentBlock& block) {
     block_ = block;
+    if (block.state == TileState::kPartial) {
+      seen_.see_by_band(m_.p, *tile_, block.first_key, block.keys);
+    } else {
+      seen_.see_all((tile_->rows + S::kWidth - 1) / S::kWidth, block.keys);
+    }
     for (auto& rows : keys_) rows.first = nullptr;
     for (auto& lines : lines_) lines.first = nullptr;
   }
@@ -115,17 +121,17 @@ class VectorProducts {
   /// c[keys][rows] (+)= X Yᵀ, times the scale if Y is of the query
   QKV_ONE_COPY void multiply(OfKeys x, OfRows y, T* c, bool add) {
     const Rows<Factor> lines = lines_of_keys(x);
-    for_each_piece([&](int r, KeyRange keys) __attribute__((always_inline)) {
-      T* c_r = c + keys.begin * kRows + r;
-      tile_product<Factor, Simd<Factor>::kBroadcastRows, kPieceVectors>(
+    seen_.for_each_piece(block_.keys, [&](int v, auto vectors, KeyRange keys) {
+      T* c_v = c + keys.begin * kRows + v * S::kWidth;
+      tile_product<Factor, rows_together<Factor, vectors()>(), vectors()>(
           0, keys.end - keys.begin, Scores::depth(m_.width(x)),
-          lines.first + keys.begin * lines.stride, lines.stride, UnitStride{}, columns_[y] + r,
-          kRows,
+          lines.first + keys.begin * lines.stride, lines.stride, UnitStride{},
+          columns_[y] + v * S::kWidth, kRows,
           [=](int64_t k, int v) __attribute__((always_inline)) {
-            return add ? S::load(c_r + k * kRows + v * S::kWidth) : S::zero();
+            return add ? S::load(c_v + k * kRows + v * S::kWidth) : S::zero();
           },
           each_vector([=](int64_t k, int v, typename S::Number sum) __attribute__((always_inline)) {
-            S::store(c_r + k * kRows + v * S::kWidth, sum);
+            S::store(c_v + k * kRows + v * S::kWidth, sum);
           }));
     });
   }
@@ -140,10 +146,11 @@ class VectorProducts {
                                           block_.bits, c);
       return;
     }
-    for_each_piece([&](int r, KeyRange keys) __attribute__((always_inline)) {
-      multiply_add<T, kPieceVectors>(width, keys.end - keys.begin,
-                                     rows.first + keys.begin * rows.stride, UnitStride{},
-                                     rows.stride, b + keys.begin * kRows + r, kRows, c + r, kRows);
+    seen_.for_each_part([&](int v, auto vectors, KeyRange keys) {
+      const int r = v * S::kWidth;
+      multiply_add<T, vectors()>(width, keys.end - keys.begin,
+                                 rows.first + keys.begin * rows.stride, UnitStride{}, rows.stride,
+                                 b + keys.begin * kRows + r, kRows, c + r, kRows);
     });
   }
 
@@ -157,37 +164,30 @@ class VectorProducts {
     }
     if (block_.state == TileState::kPartial && !rows_finite_[y]) {
       multiply_add_kept_rows<T, kRows>(block_.keys, a, rows_[y], block_.bits, c, width);
-    } else if (block_.state == TileState::kPartial) {
-      for_each_piece([&](int r, KeyRange keys) {
-        const int left = tile_->rows - r;
-        multiply_add_rows<T, kRows>(keys.end - keys.begin, left < kPiece ? left : kPiece,
-                                    a + keys.begin * kRows + r, rows_[y] + r * width, width,
-                                    c + keys.begin * width);
-      });
     } else {
-      multiply_add_rows<T, kRows>(block_.keys, tile_->rows, a, rows_[y], width, c);
+      for_each_strip([&](int r, int rows, KeyRange keys) {
+        multiply_add_rows<T, kRows>(keys.end - keys.begin, rows, a + keys.begin * kRows + r,
+                                    rows_[y] + r * width, width, c + keys.begin * width);
+      });
     }
   }
 
  protected:
   using Factor = typename Scores::Factor;
-  static constexpr int kPieceVectors = kVectors / 2;  // of a product: what registers hold
-  static constexpr int kPiece = kPieceVectors * S::kWidth;
 
-  /// f(first row, keys): those of the block that rows of a piece see by the band. Pairs that no
-  /// product writes are not kept.
+  /// f(first row, rows, keys). Pairs that no product writes are not kept.
   template <class F>
-  QKV_INLINE void for_each_piece(F f) const {
-    for (int r = 0; r < tile_->rows; r += kPiece) {
-      const KeyRange keys = keys_of_piece<kPiece>(m_.p, *tile_, r, block_.first_key, block_.keys,
-                                                  block_.state == TileState::kPartial);
-      if (!keys.empty()) f(r, keys);
-    }
+  QKV_INLINE void for_each_strip(F f) const {
+    seen_.for_each_strip(block_.keys, [&](KeyRange keys, int first, int end) {
+      const int r = first * S::kWidth, end_row = end * S::kWidth;
+      f(r, (end_row < tile_->rows ? end_row : tile_->rows) - r, keys);
+    });
   }
 
   TangentMatrices<T> m_;
   const RowTile<kRows>* tile_ = nullptr;
   TangentBlock block_{};
+  SeenKeys<T, kVectors> seen_;
   T* rows_[kOfRows]{};  // [rows][width], when they are asked for
   bool has_rows_[kOfRows]{};
   bool rows_finite_[kOfRows]{};

@@ -126,17 +126,25 @@ QKV_INLINE void tile_product(int64_t first, int64_t rows, int64_t depth, const T
   }
 }
 
+/// Rows of C that are summed together: one vector of each takes as many as hide the latency of a
+/// multiply-add.
+template <class T, int kVectors>
+constexpr int rows_together() {
+  constexpr int kRows = Simd<T>::kBroadcastRows;
+  return kVectors == 1 && kRows < 8 ? 8 : kRows;
+}
+
 /// C = A · B, handed to `finish(first, x)`.
 template <class T, int kVectors, class RowStride, class StepStride, class Finish>
 QKV_INLINE void multiply(int64_t rows, int64_t depth, const T* a, RowStride a_row,
                          StepStride a_step, const T* b, int64_t b_row, Finish finish) {
-  tile_product<T, Simd<T>::kBroadcastRows, kVectors>(
+  tile_product<T, rows_together<T, kVectors>(), kVectors>(
       0, rows, depth, a, a_row, a_step, b, b_row,
       [](int64_t, int) __attribute__((always_inline)) { return Simd<T>::zero(); }, finish);
 }
 
 /// C += A · B
-template <class T, int kVectors, int kRows = Simd<T>::kBroadcastRows, class RowStride,
+template <class T, int kVectors, int kRows = rows_together<T, kVectors>(), class RowStride,
           class StepStride, class Sum>
 QKV_INLINE void multiply_add(int64_t rows, int64_t depth, const T* a, RowStride a_row,
                              StepStride a_step, const T* b, int64_t b_row, Sum* c, int64_t c_row) {
