@@ -1,5 +1,6 @@
-// The kernels by themselves, without torch: every instruction set that this processor has, against
-// loops in double. (Through the operator, the other tests only see the one that is chosen.)
+// The kernels by themselves, without torch: every instruction set that this processor has, and with
+// AVX2 those of AVX-512 in software, against loops in double. (Through the operator, the other
+// tests only see the one that is chosen.)
 
 #include <gtest/gtest.h>
 
@@ -15,16 +16,41 @@
 #include "dual.h"
 #include "kernels/cpu/isa.h"
 
-#if defined(QKV_EMULATES_AMX)
-// isa_avx512_amx.cpp with tiles in software (tests/amx_emulation).
-namespace qkv::kernels::avx512_amx_emulated {
+#if defined(QKV_EMULATES_AVX512)
+// Compiled for AVX2, with what that lacks in software (tests/avx512_emulation,
+// tests/amx_emulation).
+namespace qkv::kernels {
+namespace avx512_emulated {
 extern const CpuKernelTable table;
 }
+namespace avx512_bf16_emulated {
+extern const CpuKernelTable table;
+extern const char* wrong_instruction();
+}  // namespace avx512_bf16_emulated
+namespace avx512_amx_emulated {
+extern const CpuKernelTable table;
+}
+namespace avx512_bf16 {
+extern const char* wrong_instruction();
+}
+}  // namespace qkv::kernels
 #endif
 
 namespace {
 
 using namespace qkv::kernels;
+
+struct Emulated {
+  std::string name;
+  const CpuKernelTable* table;
+};
+const std::vector<Emulated> kEmulated = {
+#if defined(QKV_EMULATES_AVX512)
+    {"avx512_emulated", &avx512_emulated::table},
+    {"avx512_bf16_emulated", &avx512_bf16_emulated::table},
+    {"avx512_amx_emulated", &avx512_amx_emulated::table},
+#endif
+};
 
 template <class T>
 const CpuKernels<T>& kernels_of(const CpuKernelTable& table) {
@@ -457,12 +483,9 @@ class Kernels : public ::testing::TestWithParam<const char*> {
   void SetUp() override {
     const std::string isa = GetParam();
     auto chosen = choose_cpu_kernels(isa.c_str());
-#if defined(QKV_EMULATES_AMX)
-    if (isa == "avx512_amx_emulated") {
-      chosen = choose_cpu_kernels("avx512_bf16");  // what it needs besides tiles
-      chosen.table = &avx512_amx_emulated::table;
+    for (const Emulated& emulated : kEmulated) {
+      if (isa == emulated.name) chosen = {choose_cpu_kernels("avx2").choice, emulated.table};
     }
-#endif
     if (chosen.choice != IsaChoice::kFound) GTEST_SKIP() << "not on this processor";
     table_ = chosen.table;
   }
@@ -471,6 +494,7 @@ class Kernels : public ::testing::TestWithParam<const char*> {
 };
 
 TEST_P(Kernels, EqualLoopsInDouble) {
+  if (table_->bfloat16_forward != nullptr) GTEST_SKIP() << "has those of AVX-512";
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
   const Shape shapes[] = {
       {1, 1, 1, 1, 1, 1, all},
@@ -542,6 +566,7 @@ TEST_P(Kernels, ProductsInBFloat16) {
 }
 
 TEST_P(Kernels, OneKeyIsMoreThanATurn) {
+  if (table_->bfloat16_forward != nullptr) GTEST_SKIP() << "has those of AVX-512";
   const Shape shape{1, 1, 65, 3, 1, 68000, {-1, -1, 0}};
   EXPECT_LT((KernelRun<float>(*table_, shape, 1).errors().output), 5e-5);
 }
@@ -612,8 +637,21 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
 
 INSTANTIATE_TEST_SUITE_P(Isa, Kernels,
                          ::testing::Values("generic", "avx2", "avx512", "avx512_bf16", "avx512_amx",
+                                           "avx512_emulated", "avx512_bf16_emulated",
                                            "avx512_amx_emulated", "neon"),
                          [](const auto& info) { return std::string(info.param); });
+
+#if defined(QKV_EMULATES_AVX512)
+TEST(Avx512, InstructionsAreEmulated) {
+  if (choose_cpu_kernels("avx2").choice != IsaChoice::kFound) GTEST_SKIP() << "needs AVX2";
+  EXPECT_STREQ(avx512_bf16_emulated::wrong_instruction(), nullptr);
+}
+
+TEST(Avx512, InstructionsAreThoseOfTheProcessor) {
+  if (choose_cpu_kernels("avx512_bf16").choice != IsaChoice::kFound) GTEST_SKIP() << "has none";
+  EXPECT_STREQ(avx512_bf16::wrong_instruction(), nullptr);
+}
+#endif
 
 TEST(Isa, NamesAreChecked) {
   EXPECT_EQ(choose_cpu_kernels("sse9").choice, IsaChoice::kUnknownName);

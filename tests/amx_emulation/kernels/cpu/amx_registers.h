@@ -6,9 +6,9 @@
 
 #include "kernels/half.h"
 
-// The tile registers of AMX in software, in place of csrc/kernels/cpu/amx_registers.h, for
-// processors that have AVX512-BF16 but no AMX. To use a tile without having tiles is an error, as
-// it is in hardware.
+// The tile registers of AMX in software, in place of csrc/kernels/cpu/amx_registers.h, beside the
+// instructions of tests/avx512_emulation. To use a tile without having tiles is an error, as it is
+// in hardware.
 
 namespace qkv::kernels::QKV_ISA {
 
