@@ -106,7 +106,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
       seen.see_all(whole ? kVectors : (tile.rows + S::kWidth - 1) / S::kWidth, count);
     }
     seen.for_each_piece(count, [&](int first_vector, auto vectors, KeyRange keys) {
-      load_part<vectors()>(first_vector, first_key, of_key, of_value, keys, partial);
+      load_piece<vectors()>(first_vector, first_key, of_key, of_value, keys, partial);
     });
     return state;
   }
@@ -122,8 +122,8 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 
  private:
   template <int kCount>
-  void load_part(int first_vector, int64_t first_key, Rows<Factor> of_key, Rows<Factor> of_value,
-                 KeyRange range, bool partial) {
+  void load_piece(int first_vector, int64_t first_key, Rows<Factor> of_key, Rows<Factor> of_value,
+                  KeyRange range, bool partial) {
     const int count = static_cast<int>(range.end - range.begin),
               first_row = first_vector * S::kWidth;
     const int64_t first = range.begin * kRows + first_row;
