@@ -66,11 +66,13 @@ struct Shape {
   Band band;
   bool options = false;  // softcap, ALiBi and sinks
   bool capped = false;   // a softcap alone
+  bool drops = false;    // a quarter of the weights
 
   bool has_softcap() const { return options || capped; }
 };
 
 constexpr double kSoftcap = 1.5;
+constexpr int64_t kSeed = 0x123456789abcdef;
 
 /// The largest differences to loops in double.
 struct Errors {
@@ -143,6 +145,10 @@ class KernelRun {
     p.key = operand<const T>(k_.data(), s_.keys, s_.head_dim);
     p.value = operand<const T>(v_.data(), s_.keys, s_.value_dim);
     if (s_.has_softcap()) p.softcap = T(kSoftcap);
+    if (s_.drops) {
+      p.dropout.threshold = 1 << 14;
+      p.dropout.seed = &kSeed;
+    }
     if (s_.options) {
       p.alibi_slopes.data = slopes_.data();
       p.alibi_slopes.head_stride = 1;
@@ -228,6 +234,15 @@ class KernelRun {
     if constexpr (sizeof(T) == 4) {
       if (of_bfloat16.backward != nullptr) run_in_bfloat16(of_bfloat16, backward);
     }
+  }
+
+  /// All outputs, gradients and derivatives along directions.
+  std::vector<T> results() const {
+    std::vector<T> all;
+    for (const auto* x : {&out_, &dq_, &dk_, &dv_, &out_t_, &dq_t_, &dk_t_, &dv_t_}) {
+      all.insert(all.end(), x->begin(), x->end());
+    }
+    return all;
   }
 
   /// The differences to loops in double; of gradients without what rounding them may take, a part
@@ -536,6 +551,21 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       EXPECT_LT((KernelRun<double>(*table_, shape, splits).errors().largest()), 5e-13) << what;
     }
   }
+}
+
+TEST_P(Kernels, DropTheSameWeights) {
+  if (table_->bfloat16_forward != nullptr) GTEST_SKIP() << "has those of AVX-512";
+  const Shape shape{2, 1, 50, 200, 8, 12, {-1, 0, 150}, false, false, true};
+  const auto dropped = KernelRun<float>(*table_, shape, 2).results();
+  const auto expected = KernelRun<float>(*choose_cpu_kernels("generic").table, shape, 2).results();
+  const auto all = KernelRun<float>(*table_, {2, 1, 50, 200, 8, 12, {-1, 0, 150}}, 2).results();
+  double error = 0.0, difference = 0.0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    error = std::max(error, std::abs(double(dropped[i]) - double(expected[i])));
+    difference = std::max(difference, std::abs(double(dropped[i]) - double(all[i])));
+  }
+  EXPECT_LT(error, 5e-5);
+  EXPECT_GT(difference, 0.1);
 }
 
 TEST_P(Kernels, ProductsInBFloat16) {
