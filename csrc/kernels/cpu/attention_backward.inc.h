@@ -175,10 +175,8 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
                                          block_grad_value, value_width);
         multiply_add_kept_rows<T, kRows>(block, work.ds_tile, query_rows, work.mask.bits,
                                          block_grad_key, key_width);
-      } else if (partial && !whole) {
-        work.seen.for_each_strip(block, [&](KeyRange seen, int first_vector, int end) {
-          const int64_t r = first_vector * S::kWidth, end_row = end * S::kWidth;
-          const int64_t rows = (end_row < tile.rows ? end_row : tile.rows) - r;
+      } else {
+        work.seen.for_each_strip(block, [&](KeyRange seen, int r, int rows) {
           if (need_value) {
             multiply_add_rows<T, kRows>(seen.end - seen.begin, rows,
                                         work.p_tile + seen.begin * kRows + r,
@@ -191,15 +189,6 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
                 query_rows + r * key_width, key_width, block_grad_key + seen.begin * key_width);
           }
         });
-      } else {
-        if (need_value) {
-          multiply_add_rows<T, kRows>(block, tile.rows, work.p_tile, grad_out_rows, value_width,
-                                      block_grad_value);
-        }
-        if (need_key) {
-          multiply_add_rows<T, kRows>(block, tile.rows, work.ds_tile, query_rows, key_width,
-                                      block_grad_key);
-        }
       }
 
       if (!need_query) continue;

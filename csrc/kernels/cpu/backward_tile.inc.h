@@ -103,7 +103,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     if (partial && !whole) {
       seen.see_by_band(p, tile, first_key, count);
     } else {
-      seen.see_all(whole ? kVectors : (tile.rows + S::kWidth - 1) / S::kWidth, count);
+      seen.see_all(tile, count, whole);
     }
     seen.for_each_piece(count, [&](int first_vector, auto vectors, KeyRange keys) {
       load_piece<vectors()>(first_vector, first_key, of_key, of_value, keys, partial);

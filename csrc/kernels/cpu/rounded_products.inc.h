@@ -66,7 +66,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
     if (!rounds_tiles()) return Base::add_to_keys(y, a, c);
     const int64_t row = round_up_to_vector<float>(m_.width(y));
     if (!has_rows_[y]) pack_rows(y);
-    for_each_strip([&](int r, int rows, KeyRange keys) {
+    seen_.for_each_strip(block_.keys, [&](KeyRange keys, int r, int rows) {
       round_rows(a + r, keys, rows, tile_pairs_ + r / 2);
       multiply_add_rows<BFloat16Pair, kRows / 2>(
           keys.end - keys.begin, pairs_of(rows), tile_pairs_ + (keys.begin * kRows + r) / 2,

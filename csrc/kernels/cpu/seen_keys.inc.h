@@ -25,18 +25,20 @@ class SeenKeys {
   static constexpr int kPartVectors = kVectors > 3 ? kVectors / 2 : kVectors;  // in registers
   static constexpr int kStripKeys = kWidth < 8 ? 8 : kWidth;
 
-  /// All of `count` keys for all vectors that have rows.
-  void see_all(int vectors, int count) {
-    vectors_ = vectors;
-    for (int v = 0; v < vectors; ++v) keys_[v] = {0, count};
+  /// All of `count` keys: for the vectors that have rows, or for every vector.
+  void see_all(const RowTile<kRows>& tile, int count, bool every_vector = false) {
+    rows_ = tile.rows;
+    vectors_ = every_vector ? kVectors : (rows_ + kWidth - 1) / kWidth;
+    for (int v = 0; v < vectors_; ++v) keys_[v] = {0, count};
   }
 
   /// What the vectors with rows see by the band, cut at multiples of kStripKeys from first_key on.
   void see_by_band(const Problem<T>& p, const RowTile<kRows>& tile, int64_t first_key, int count) {
-    vectors_ = (tile.rows + kWidth - 1) / kWidth;
+    rows_ = tile.rows;
+    vectors_ = (rows_ + kWidth - 1) / kWidth;
     for (int v = 0; v < vectors_; ++v) {
       const int first_row = v * kWidth;
-      const int last_row = first_row + kWidth < tile.rows ? first_row + kWidth - 1 : tile.rows - 1;
+      const int last_row = first_row + kWidth < rows_ ? first_row + kWidth - 1 : rows_ - 1;
       const KeyRange seen =
           keys_of_any(p.band, tile.query[first_row], tile.query[last_row], p.keys);
       const int64_t begin =
@@ -65,7 +67,7 @@ class SeenKeys {
   /// into fewer pieces so.
   template <class F>
   QKV_INLINE void for_each_piece(int count, F f) const {
-    for_each_strip(
+    for_each_strip_of_vectors(
         count, [&](KeyRange keys, int first, int end) __attribute__((always_inline)) {
           for (int v = first; v < end; v += kPartVectors) {
             with_vectors(
@@ -74,9 +76,20 @@ class SeenKeys {
         });
   }
 
-  /// f(keys, first vector, end of vectors): keys of the block that the same vectors see, together.
+  /// f(keys, first row, rows): keys of the block that the same vectors see together, and their
+  /// rows.
   template <class F>
   QKV_INLINE void for_each_strip(int count, F f) const {
+    for_each_strip_of_vectors(
+        count, [&](KeyRange keys, int first, int end) __attribute__((always_inline)) {
+          const int first_row = first * kWidth, end_row = end * kWidth;
+          f(keys, first_row, (end_row < rows_ ? end_row : rows_) - first_row);
+        });
+  }
+
+ private:
+  template <class F>
+  QKV_INLINE void for_each_strip_of_vectors(int count, F f) const {
     for (int begin = 0, end; begin < count; begin = end) {
       const Vectors seeing = vectors_that_see(begin);
       end = begin + kStripKeys;
@@ -87,7 +100,6 @@ class SeenKeys {
     }
   }
 
- private:
   struct Vectors {
     int first, end;
     bool operator==(const Vectors& other) const { return first == other.first && end == other.end; }
@@ -116,7 +128,8 @@ class SeenKeys {
   }
 
   KeyRange keys_[kVectors];  // of the block
-  int vectors_ = 0;          // that have rows
+  int vectors_ = 0;
+  int rows_ = 0;  // of the tile
 };
 
 }  // namespace qkv::kernels::QKV_ISA

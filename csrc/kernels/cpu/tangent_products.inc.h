@@ -112,7 +112,7 @@ class VectorProducts {
     if (block.state == TileState::kPartial) {
       seen_.see_by_band(m_.p, *tile_, block.first_key, block.keys);
     } else {
-      seen_.see_all((tile_->rows + S::kWidth - 1) / S::kWidth, block.keys);
+      seen_.see_all(*tile_, block.keys);
     }
     for (auto& rows : keys_) rows.first = nullptr;
     for (auto& lines : lines_) lines.first = nullptr;
@@ -165,7 +165,7 @@ class VectorProducts {
     if (block_.state == TileState::kPartial && !rows_finite_[y]) {
       multiply_add_kept_rows<T, kRows>(block_.keys, a, rows_[y], block_.bits, c, width);
     } else {
-      for_each_strip([&](int r, int rows, KeyRange keys) {
+      seen_.for_each_strip(block_.keys, [&](KeyRange keys, int r, int rows) {
         multiply_add_rows<T, kRows>(keys.end - keys.begin, rows, a + keys.begin * kRows + r,
                                     rows_[y] + r * width, width, c + keys.begin * width);
       });
@@ -175,20 +175,11 @@ class VectorProducts {
  protected:
   using Factor = typename Scores::Factor;
 
-  /// f(first row, rows, keys). Pairs that no product writes are not kept.
-  template <class F>
-  QKV_INLINE void for_each_strip(F f) const {
-    seen_.for_each_strip(block_.keys, [&](KeyRange keys, int first, int end) {
-      const int r = first * S::kWidth, end_row = end * S::kWidth;
-      f(r, (end_row < tile_->rows ? end_row : tile_->rows) - r, keys);
-    });
-  }
-
   TangentMatrices<T> m_;
   const RowTile<kRows>* tile_ = nullptr;
   TangentBlock block_{};
-  SeenKeys<T, kVectors> seen_;
-  T* rows_[kOfRows]{};  // [rows][width], when they are asked for
+  SeenKeys<T, kVectors> seen_;  // of the block; pairs that no product writes are not kept
+  T* rows_[kOfRows]{};          // [rows][width], when they are asked for
   bool has_rows_[kOfRows]{};
   bool rows_finite_[kOfRows]{};
 

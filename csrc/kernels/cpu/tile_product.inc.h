@@ -65,6 +65,7 @@ struct FewAtATime {
   template <class Number, int kRows, int kVectors>
   QKV_INLINE void operator()(int64_t first, Number (&x)[kRows][kVectors]) const {
     constexpr int kCount = kRows < kMost ? kRows : kMost;
+    static_assert(kRows % kCount == 0);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r += kCount) {
 #pragma GCC unroll 4
