@@ -41,7 +41,7 @@ inline KeyRange keys_of_forward_split(const Problem<T>& problem, int64_t split) 
   return {blocks * split / splits * kForwardBlockKeys, end < problem.keys ? end : problem.keys};
 }
 
-constexpr int64_t kMaxTilesInTurn = 4;
+constexpr int64_t kMaxTilesInTurn = 8;
 constexpr int64_t kBytesOfTurn = 256 * 1024;  // of K and V
 constexpr int64_t kBytesOfLargeHead = 4 * kBytesOfTurn;
 
@@ -80,17 +80,21 @@ inline bool first_tile_fetches(const Problem<T>& p, int64_t count) {
   return reads_stored && is_large_head<Source>(p);
 }
 
-/// How many tiles of a head take turns: several if that pays and `threads` threads have enough
-/// units even so. No bit of a result depends on it.
+/// How many tiles of a head take turns: as many as leave each of `threads` threads 8 units, or, of
+/// those that share copies, up to four if they leave it 4. No bit of a result depends on it.
 template <class Source, class T>
 inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t threads) {
   const Problem<T>& p = params.problem;
   const bool share = shares_turns<Source>(p);
   if (!share && !is_large_head<Source>(p)) return 1;
-  const int64_t units_of_thread = share ? 4 : 8;
   const int64_t of_head = forward_tiles_per_head<Source>(p) * forward_splits<Source>(p);
-  const int64_t most = p.batch * p.kv_heads * of_head / (threads * units_of_thread);
-  return most < 1 ? 1 : most > kMaxTilesInTurn ? kMaxTilesInTurn : most;
+  const int64_t of_thread = p.batch * p.kv_heads * of_head / threads;
+  const auto leaving = [of_thread](int64_t units, int64_t most) {
+    return of_thread / units < most ? of_thread / units : most;
+  };
+  const int64_t several = leaving(8, kMaxTilesInTurn), few = share ? leaving(4, 4) : 1;
+  const int64_t in_turn = several > few ? several : few;
+  return in_turn < 1 ? 1 : in_turn;
 }
 
 /// One unit of work is one range of keys, or all, for one tile or for tiles that take turns.

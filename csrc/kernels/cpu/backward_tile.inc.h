@@ -28,15 +28,17 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   using Base = BackwardRows<T, kVectors>;
   using Base::alibi, Base::kRows, Base::mask, Base::p, Base::params, Base::stays, Base::tile;
   using S = Simd<T>;
-  Factor* query_t;      // [D][rows]
-  Factor* grad_out_t;   // [Dv][rows]
-  T* p_tile;            // [keys][rows], R ∘ P
-  T* ds_tile;           // [keys][rows]
-  T* cap_tile;          // [keys][rows], the derivative of the softcap
-  T* key_rows;          // [keys][D], converted or spread
-  Factor* key_lines;    // [keys][D], copied: key_rows, if factors are numbers
-  Factor* value_lines;  // [keys][Dv], copied
-  Rows<T> key;          // of the block, after load_block, if dQ is asked for
+  Factor* query_t;        // [D][rows]
+  Factor* grad_out_t;     // [Dv][rows]
+  T* p_tile;              // [keys][rows], R ∘ P
+  T* ds_tile;             // [keys][rows]
+  T* cap_tile;            // [keys][rows], the derivative of the softcap
+  T* key_rows;            // [keys][D], converted or spread
+  Factor* key_lines;      // [keys][D], copied: key_rows, if factors are numbers
+  Factor* value_lines;    // [keys][Dv], copied
+  Rows<T> key;            // of the block, after load_block, if dQ is asked for
+  KeyRange copied{0, 0};  // what load_keys was told
+  Rows<T> copied_keys, copied_values;
   T* end_of_scratch;
   bool whole;                  // nothing is left out: all of P and dS is written
   SeenKeys<T, kVectors> seen;  // of the block
@@ -71,6 +73,33 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     end_of_scratch = scratch + scratch_numbers(p);
   }
 
+  /// K and V of keys that all tiles of rows take in, if these would convert or spread them each: K
+  /// as it is multiplied, V if it is in numbers.
+  static int64_t numbers_of_keys(const Problem<T>& p, int64_t count) {
+    const bool as_they_lie = p.key_value_storage == Storage::kSame &&
+                             !shares_sets<T>(p.key.row_stride) &&
+                             !shares_sets<T>(p.value.row_stride);
+    if (as_they_lie) return 0;
+    return count *
+           (spread_row<T>(p.head_dim) + (Scores::kInNumbers ? spread_row<T>(p.value_dim) : 0));
+  }
+
+  /// Copies those to `to`, if there are numbers_of_keys.
+  QKV_ONE_COPY void load_keys(KeyRange keys, T* to) {
+    const int64_t count = keys.end - keys.begin;
+    if (numbers_of_keys(p, count) == 0) return;
+    const auto copy = [&](const Operand<const T>& x, int64_t width) {
+      const Rows<T> rows =
+          rows_of_block(tile, x, p.key_value_storage, keys.begin, count, width, to);
+      const Rows<T> copies = spread_rows<T>(rows, count, width, to);
+      to += count * spread_row<T>(width);
+      return copies;
+    };
+    copied = keys;
+    copied_keys = copy(p.key, p.head_dim);
+    if (Scores::kInNumbers) copied_values = copy(p.value, p.value_dim);
+  }
+
   QKV_ONE_COPY void load_rows() {
     const Storage storage = p.key_value_storage;
     Scores::pack_columns(tile, p.query, p.head_dim, p.scale, storage, query_t);
@@ -90,15 +119,23 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     const TileState state = Base::load_pairs(first_key, count);
     if (state == TileState::kEmpty) return state;
     const bool partial = state == TileState::kPartial;
-    const auto lines_of = [&](const Operand<const T>& x, int64_t width, Factor* to) {
+    const bool has_copies = copied.begin <= first_key && first_key + count <= copied.end;
+    const int64_t of_copies = first_key - copied.begin;
+    const auto lines_of = [&](const Operand<const T>& x, int64_t width, const Rows<T>& copies,
+                              Factor* to) {
+      if constexpr (Scores::kInNumbers) {
+        if (has_copies) return copies.from(of_copies);
+      }
       return Scores::lines(tile, x, p.key_value_storage, first_key, count, width, to);
     };
-    const Rows<Factor> of_key = lines_of(p.key, p.head_dim, key_lines);
-    const Rows<Factor> of_value = lines_of(p.value, p.value_dim, value_lines);
+    const Rows<Factor> of_key = lines_of(p.key, p.head_dim, copied_keys, key_lines);
+    const Rows<Factor> of_value = lines_of(p.value, p.value_dim, copied_values, value_lines);
     if constexpr (Scores::kInNumbers) {
       key = of_key;
     } else if (params.grad_query.data != nullptr) {
-      key = rows_of_block(tile, p.key, p.key_value_storage, first_key, count, p.head_dim, key_rows);
+      key = has_copies ? copied_keys.from(of_copies)
+                       : rows_of_block(tile, p.key, p.key_value_storage, first_key, count,
+                                       p.head_dim, key_rows);
     }
     if (partial && !whole) {
       seen.see_by_band(p, tile, first_key, count);
@@ -127,29 +164,15 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     const int count = static_cast<int>(range.end - range.begin),
               first_row = first_vector * S::kWidth;
     const int64_t first = range.begin * kRows + first_row;
-    const auto scale = S::set(p.scale);
-    product<kCount>(
-        range, p.head_dim, of_key, query_t + first_row,
-        p_tile + first, [scale](typename S::Number x) __attribute__((always_inline)) {
-          return Scores::kScales ? x : x * scale;
-        });
-    product<kCount>(
-        range, p.value_dim, of_value, grad_out_t + first_row, ds_tile + first,
-        [](typename S::Number x) __attribute__((always_inline)) { return x; });
+    multiply_lines<kCount, /*kScaled=*/!Scores::kScales>(
+        count, Scores::depth(p.head_dim), of_key.from(range.begin), query_t + first_row, kRows,
+        /*add=*/false, p.scale, p_tile + first);
+    multiply_lines<kCount, /*kScaled=*/false>(count, Scores::depth(p.value_dim),
+                                              of_value.from(range.begin), grad_out_t + first_row,
+                                              kRows, /*add=*/false, T(1), ds_tile + first);
     Base::template softmax_backward<kCount>(first_key, static_cast<int>(range.begin), count,
                                             first_vector, partial, p_tile + first, ds_tile + first,
                                             cap_tile + first);
-  }
-
-  template <int kCount, class Finish>
-  static void product(KeyRange range, int64_t width, Rows<Factor> lines, const Factor* columns,
-                      T* c, Finish finish) {
-    multiply<Factor, kCount>(
-        range.end - range.begin, Scores::depth(width), lines.first + range.begin * lines.stride,
-        lines.stride, UnitStride{}, columns, kRows,
-        each_vector([=](int64_t k, int v, typename S::Number x) __attribute__((always_inline)) {
-          S::store(c + k * kRows + v * S::kWidth, finish(x));
-        }));
   }
 };
 

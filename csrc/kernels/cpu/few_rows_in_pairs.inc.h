@@ -110,14 +110,15 @@ struct FewRowsInPairs {
   /// out[r][d] += sum over keys of weights[k][r] · value_k[d]
   template <int kRows>
   static void add_values(int keys, int64_t width, const BFloat16* value, int64_t value_row,
-                         const float* weights, float* out, int64_t out_row, NextRows next) {
-    for (int64_t d = 0; d < width; d += 2 * kColumns) {
+                         const float* weights, float* out, int64_t out_row, const NextRows& next) {
+    const int passes = static_cast<int>((width + 2 * kColumns - 1) / (2 * kColumns));
+    for (int pass = 0; pass < passes; ++pass) {
+      const int64_t d = pass * 2 * kColumns;
       const auto add = [&](auto vectors) {
         add_columns<kRows, vectors()>(keys, width - d, value + d, value_row, weights, out + d,
-                                      out_row, next);
+                                      out_row, {next, pass, passes});
       };
       width - d > kColumns ? add(Constant<2>{}) : add(Constant<1>{});
-      next.count = 0;
     }
   }
 
@@ -148,7 +149,7 @@ struct FewRowsInPairs {
   /// own, as they are converted with one operation each.
   template <int kRows, int kVectors>
   static void add_columns(int keys, int64_t left, const BFloat16* value, int64_t value_row,
-                          const float* weights, float* out, int64_t out_row, const NextRows& next) {
+                          const float* weights, float* out, int64_t out_row, ShareOfNextRows next) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i even = _mm512_slli_epi32(lane, 1);                  // 0, 2, .. 30
     const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));  // 1, 3, .. 31
@@ -168,7 +169,7 @@ struct FewRowsInPairs {
       }
     }
     for (int k = 0; k < keys; ++k, value += value_row) {
-      next.fetch(k);
+      next.fetch_next();
       Number x[kVectors][2];
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {

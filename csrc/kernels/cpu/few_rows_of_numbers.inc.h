@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/next_rows.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
 #include "kernels/cpu/transpose.inc.h"
 
 namespace qkv::kernels::QKV_ISA {
@@ -75,17 +76,18 @@ struct FewRowsOfNumbers {
   /// out[r][d] += sum over keys of weights[k][r] · value_k[d]
   template <int kRows>
   static void add_values(int keys, int64_t width, const Stored* value, int64_t value_row,
-                         const T* weights, T* out, int64_t out_row, NextRows next) {
-    int64_t d = 0;
-    for (; d + 4 * S::kWidth <= width; d += 4 * S::kWidth) {
-      add_columns<kRows, 4>(keys, value + d, value_row, weights, out + d, out_row, next);
-      next.count = 0;
+                         const T* weights, T* out, int64_t out_row, const NextRows& next) {
+    constexpr int kMost = most_columns(kRows);
+    const int vectors = static_cast<int>(width / S::kWidth);
+    const int passes = (vectors + kMost - 1) / kMost;
+    for (int v = 0, pass = 0; v < vectors; v += kMost, ++pass) {
+      const int64_t d = v * S::kWidth;
+      with_columns<kMost>(vectors - v, [&](auto columns) {
+        add_columns<kRows, columns()>(keys, value + d, value_row, weights, out + d, out_row,
+                                      {next, pass, passes});
+      });
     }
-    for (; d + S::kWidth <= width; d += S::kWidth) {
-      add_columns<kRows, 1>(keys, value + d, value_row, weights, out + d, out_row, next);
-      next.count = 0;
-    }
-    for (; d < width; ++d) {
+    for (int64_t d = vectors * S::kWidth; d < width; ++d) {
       for (int r = 0; r < kRows; ++r) {
         T& sum = out[r * out_row + d];
         for (int k = 0; k < keys; ++k) {
@@ -96,17 +98,32 @@ struct FewRowsOfNumbers {
   }
 
  private:
+  /// Vectors of columns whose sums stay in registers.
+  static constexpr int most_columns(int rows) {
+    const int sums = S::kOuterRows * S::kOuterVectors / rows;
+    return sums < 4 ? sums : 4;
+  }
+
+  /// f(as many vectors as are left, kMost of them or fewer, as a Constant)
+  template <int kMost, class F>
+  static void with_columns(int left, F f) {
+    if constexpr (kMost > 1) {
+      if (left < kMost) return with_columns<kMost - 1>(left, f);
+    }
+    f(Constant<kMost>{});
+  }
+
   /// kVectors vectors of columns.
   template <int kRows, int kVectors>
   static void add_columns(int keys, const Stored* value, int64_t value_row, const T* weights,
-                          T* out, int64_t out_row, const NextRows& next) {
+                          T* out, int64_t out_row, ShareOfNextRows next) {
     Number sum[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kVectors; ++v) sum[r][v] = S::load(out + r * out_row + v * S::kWidth);
     }
     for (int k = 0; k < keys; ++k) {
       const Stored* row = value + k * value_row;
-      next.fetch(k);
+      next.fetch_next();
       Number x[kVectors];
       for (int v = 0; v < kVectors; ++v) x[v] = load_stored<T>(row + v * S::kWidth);
       for (int r = 0; r < kRows; ++r) {

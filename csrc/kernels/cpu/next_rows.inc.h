@@ -19,6 +19,30 @@ struct NextRows {
   }
 };
 
+/// Those that one of several passes over keys fetches, spread evenly over its keys: memory is not
+/// asked for all of them in the first pass and for none in the others.
+class ShareOfNextRows {
+ public:
+  ShareOfNextRows(const NextRows& rows, int pass, int passes) : rows_(rows), passes_(passes) {
+    const int64_t begin = rows.count * pass / passes, end = rows.count * (pass + 1) / passes;
+    rows_.first += begin * rows.stride;
+    rows_.count = end - begin;
+  }
+
+  /// With each key that the pass takes in.
+  QKV_INLINE void fetch_next() {
+    if (++keys_ < passes_) return;
+    keys_ = 0;
+    rows_.fetch(fetched_++);
+  }
+
+ private:
+  NextRows rows_;
+  int passes_;
+  int keys_ = 0;  // since the last that was fetched
+  int64_t fetched_ = 0;
+};
+
 /// The rows of `keys` of a tile's key/value head, none if there are none.
 template <class T, int kRows>
 inline NextRows next_rows(const RowTile<kRows>& tile, const Operand<const T>& x, Storage storage,

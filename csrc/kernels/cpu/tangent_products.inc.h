@@ -122,17 +122,9 @@ class VectorProducts {
   QKV_ONE_COPY void multiply(OfKeys x, OfRows y, T* c, bool add) {
     const Rows<Factor> lines = lines_of_keys(x);
     seen_.for_each_piece(block_.keys, [&](int v, auto vectors, KeyRange keys) {
-      T* c_v = c + keys.begin * kRows + v * S::kWidth;
-      tile_product<Factor, rows_together<Factor, vectors()>(), vectors()>(
-          0, keys.end - keys.begin, Scores::depth(m_.width(x)),
-          lines.first + keys.begin * lines.stride, lines.stride, UnitStride{},
-          columns_[y] + v * S::kWidth, kRows,
-          [=](int64_t k, int v) __attribute__((always_inline)) {
-            return add ? S::load(c_v + k * kRows + v * S::kWidth) : S::zero();
-          },
-          each_vector([=](int64_t k, int v, typename S::Number sum) __attribute__((always_inline)) {
-            S::store(c_v + k * kRows + v * S::kWidth, sum);
-          }));
+      multiply_lines<vectors(), /*kScaled=*/false>(
+          keys.end - keys.begin, Scores::depth(m_.width(x)), lines.from(keys.begin),
+          columns_[y] + v * S::kWidth, kRows, add, T(1), c + keys.begin * kRows + v * S::kWidth);
     });
   }
 
@@ -167,7 +159,7 @@ class VectorProducts {
     } else {
       seen_.for_each_strip(block_.keys, [&](KeyRange keys, int r, int rows) {
         multiply_add_rows<T, kRows>(keys.end - keys.begin, rows, a + keys.begin * kRows + r,
-                                    rows_[y] + r * width, width, c + keys.begin * width);
+                                    rows_[y] + r * width, width, width, c + keys.begin * width);
       });
     }
   }

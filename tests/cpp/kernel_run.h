@@ -1,0 +1,481 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "dual.h"
+#include "kernels/cpu/isa.h"
+
+// One problem run by kernels without torch, unit by unit, and what loops in double make of it.
+
+namespace kernel_run {
+
+using namespace qkv::kernels;
+
+template <class T>
+const CpuKernels<T>& kernels_of(const CpuKernelTable& table) {
+  if constexpr (sizeof(T) == 4) {
+    return table.float32;
+  } else {
+    return table.float64;
+  }
+}
+
+struct Shape {
+  int64_t heads, kv_heads, queries, keys, head_dim, value_dim;
+  Band band;
+  bool options = false;  // softcap, ALiBi and sinks
+  bool capped = false;   // a softcap alone
+  bool drops = false;    // a quarter of the weights
+  bool far_apart = false;  // rows of K and V, as kernels copy them
+
+  bool has_softcap() const { return options || capped; }
+};
+
+constexpr double kSoftcap = 1.5;
+constexpr int64_t kSeed = 0x123456789abcdef;
+
+/// The largest differences to loops in double.
+struct Errors {
+  double output = 0.0, lse = 0.0, gradients = 0.0;
+  double along = 0.0;  // of the derivatives of outputs and gradients along the directions
+
+  double largest() const { return std::max({output, lse, gradients, along}); }
+};
+
+/// The upper half of a float, and what is left of the float.
+uint16_t bfloat16_of(float& x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  bits &= 0xffff0000;
+  std::memcpy(&x, &bits, sizeof(bits));
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+/// Kernels that read bfloat16, to be run instead of others or after them.
+struct OfBFloat16 {
+  const BFloat16ForwardKernels* forward = nullptr;
+  const BFloat16BackwardKernels* backward = nullptr;
+  const BFloat16TangentKernels* tangents = nullptr;
+};
+
+/// One problem in dense tensors, run unit by unit.
+template <class T>
+class KernelRun {
+ public:
+  KernelRun(const CpuKernelTable& table, const Shape& shape, int64_t splits,
+            const OfBFloat16& of_bfloat16 = {})
+      : kernels_(kernels_of<T>(table)), s_(shape) {
+    std::mt19937 random(7);
+    std::normal_distribution<double> normal;
+    const auto fill = [&](std::vector<T>& x, int64_t size) {
+      x.resize(size);
+      for (T& number : x) number = static_cast<T>(normal(random));
+    };
+    fill(q_, s_.heads * s_.queries * s_.head_dim);
+    fill(k_, s_.kv_heads * s_.keys * s_.head_dim);
+    fill(v_, s_.kv_heads * s_.keys * s_.value_dim);
+    fill(g_, s_.heads * s_.queries * s_.value_dim);
+    fill(slopes_, s_.heads);
+    fill(sinks_, s_.heads);
+    for (T& slope : slopes_) slope = std::abs(slope) / 16;
+    fill(q_t_, q_.size());
+    fill(k_t_, k_.size());
+    fill(v_t_, v_.size());
+    fill(slopes_t_, s_.heads);
+    fill(sinks_t_, s_.heads);
+    for (T& slope : slopes_t_) slope /= 16;
+    out_.resize(g_.size());
+    lse_.resize(s_.heads * s_.queries);
+    lse_rest_.resize(lse_.size());
+    dq_.resize(q_.size());
+    dk_.resize(k_.size());
+    dv_.resize(v_.size());
+
+    Problem<T> p{};
+    p.batch = 1;
+    p.query_heads = s_.heads;
+    p.kv_heads = s_.kv_heads;
+    p.queries = s_.queries;
+    p.keys = s_.keys;
+    p.head_dim = s_.head_dim;
+    p.value_dim = s_.value_dim;
+    p.scale = T(0.3);
+    p.band = s_.band;
+    p.query = operand<const T>(q_.data(), s_.queries, s_.head_dim);
+    p.key = operand<const T>(k_.data(), s_.keys, s_.head_dim);
+    p.value = operand<const T>(v_.data(), s_.keys, s_.value_dim);
+    if (s_.far_apart) {
+      p.key = far_apart(k_, s_.head_dim, far_k_);
+      p.value = far_apart(v_, s_.value_dim, far_v_);
+    }
+    if (s_.has_softcap()) p.softcap = T(kSoftcap);
+    if (s_.drops) {
+      p.dropout.threshold = 1 << 14;
+      p.dropout.seed = &kSeed;
+    }
+    if (s_.options) {
+      p.alibi_slopes.data = slopes_.data();
+      p.alibi_slopes.head_stride = 1;
+      p.sinks.data = sinks_.data();
+      p.sinks.head_stride = 1;
+    }
+
+    const ForwardKernels<T>* forward_kernels = &kernels_;
+    ForwardParams<T> forward{};
+    if constexpr (sizeof(T) == 4) {
+      if (of_bfloat16.forward != nullptr || of_bfloat16.backward != nullptr) {
+        const auto store = [](std::vector<T>& from, std::vector<uint16_t>& to) {
+          for (T& x : from) to.push_back(bfloat16_of(x));
+        };
+        store(q_, q16_);
+        store(k_, k16_);
+        store(v_, v16_);
+        store(g_, g16_);
+        store(q_t_, q_t16_);
+        store(k_t_, k_t16_);
+        store(v_t_, v_t16_);
+      }
+      if (of_bfloat16.forward != nullptr && of_bfloat16.forward->takes(p)) {
+        forward_kernels = of_bfloat16.forward;
+        p.query.data = reinterpret_cast<const T*>(q16_.data());
+        p.key.data = reinterpret_cast<const T*>(k16_.data());
+        p.value.data = reinterpret_cast<const T*>(v16_.data());
+        p.key_value_storage = Storage::kBFloat16;
+      }
+    }
+    forward.problem = p;
+    forward.out = operand<T>(out_.data(), s_.queries, s_.value_dim);
+    forward.lse = lse_.data();
+    forward.lse_rest = lse_rest_.data();
+    const int64_t prepared_bytes = forward_kernels->forward_prepared_bytes(forward);
+    const auto prepared = memory(prepared_bytes);
+    forward.prepared = prepared.get();
+    for (int64_t head = 0; prepared_bytes > 0 && head < s_.kv_heads; ++head) {
+      forward_kernels->prepare_forward(forward, head);
+    }
+    const int64_t parts = forward_kernels->forward_partial_size(forward);
+    const auto forward_partial = memory(parts * sizeof(T));
+    forward.partial = static_cast<T*>(forward_partial.get());
+    const auto run_forward = [&](int64_t in_turn) {
+      const auto scratch = memory(forward_kernels->forward_scratch_bytes(forward, in_turn));
+      const int64_t units = forward_kernels->forward_units(forward, in_turn);
+      for (int64_t unit = 0; unit < units; ++unit) {
+        forward_kernels->forward(forward, in_turn, unit, scratch.get());
+      }
+      for (int64_t head = 0; parts > 0 && head < s_.kv_heads; ++head) {
+        forward_kernels->merge_forward(forward, head);
+      }
+    };
+    run_forward(1);
+    {  // tiles that take turns leave the same bits
+      const auto out = out_, lse = lse_;
+      out_.assign(out.size(), std::numeric_limits<T>::quiet_NaN());
+      lse_.assign(lse.size(), std::numeric_limits<T>::quiet_NaN());
+      run_forward(3);
+      EXPECT_EQ(0, std::memcmp(out.data(), out_.data(), out.size() * sizeof(T)));
+      EXPECT_EQ(0, std::memcmp(lse.data(), lse_.data(), lse.size() * sizeof(T)));
+    }
+    p.query.data = q_.data();
+    p.key.data = s_.far_apart ? far_k_.data() : k_.data();
+    p.value.data = s_.far_apart ? far_v_.data() : v_.data();
+    p.key_value_storage = Storage::kSame;
+
+    BackwardParams<T> backward{};
+    backward.problem = p;
+    backward.grad_out = operand<const T>(g_.data(), s_.queries, s_.value_dim);
+    backward.out = operand<const T>(out_.data(), s_.queries, s_.value_dim);
+    backward.lse = lse_.data();
+    backward.lse_rest = lse_rest_.data();
+    results_go_to(backward, dq_, dk_, dv_);
+    backward.splits = splits;
+    const auto partial =
+        memory(s_.kv_heads * kernels_.partial_grad_query_size(backward) * sizeof(T));
+    backward.partial_grad_query = static_cast<T*>(partial.get());
+    run_splits(backward, splits, kernels_.backward_row_tiles(p),
+               kernels_.backward_scratch_bytes(backward), kernels_.backward,
+               kernels_.sum_grad_query);
+    run_tangents(kernels_, backward);
+    if constexpr (sizeof(T) == 4) {
+      if (of_bfloat16.backward != nullptr) run_in_bfloat16(of_bfloat16, backward);
+    }
+  }
+
+  /// All outputs, gradients and derivatives along directions.
+  std::vector<T> results() const {
+    std::vector<T> all;
+    for (const auto* x : {&out_, &dq_, &dk_, &dv_, &out_t_, &dq_t_, &dk_t_, &dv_t_}) {
+      all.insert(all.end(), x->begin(), x->end());
+    }
+    return all;
+  }
+
+  /// The differences to loops in double; of gradients without what rounding them may take, a part
+  /// of each.
+  Errors errors(double rounding = 0.0) const {
+    const auto dual = [](const std::vector<T>& x, const std::vector<T>& x_t) {
+      std::vector<Dual> result(x.size());
+      for (size_t i = 0; i < x.size(); ++i) result[i] = {double(x[i]), double(x_t[i])};
+      return result;
+    };
+    const auto q = dual(q_, q_t_), k = dual(k_, k_t_), v = dual(v_, v_t_);
+    const auto slopes = dual(slopes_, slopes_t_), sinks = dual(sinks_, sinks_t_);
+    std::vector<Dual> out(g_.size()), lse(lse_.size()), dq(q.size()), dk(k.size()), dv(v.size());
+    for (int64_t h = 0; h < s_.heads; ++h) {
+      const int64_t g = h / (s_.heads / s_.kv_heads);
+      const int64_t first_k = g * s_.keys * s_.head_dim, first_v = g * s_.keys * s_.value_dim;
+      for (int64_t i = 0; i < s_.queries; ++i) {
+        const int64_t row = h * s_.queries + i, position = i + s_.band.offset;
+        const Dual* q_i = &q[row * s_.head_dim];
+        Dual* out_i = &out[row * s_.value_dim];
+        const T* grad = &g_[row * s_.value_dim];
+        std::vector<Dual> p(s_.keys), dp(s_.keys), cap_slope(s_.keys, 1.0);
+        Dual sum = s_.options ? exp(sinks[h]) : 0.0;
+        for (int64_t j = 0; j < s_.keys; ++j) {
+          const bool keep = (s_.band.left < 0 || j >= position - s_.band.left) &&
+                            (s_.band.right < 0 || j <= position + s_.band.right);
+          Dual score;
+          for (int64_t d = 0; d < s_.head_dim; ++d) {
+            score += q_i[d] * k[first_k + j * s_.head_dim + d];
+          }
+          score = score * double(T(0.3));
+          if (s_.has_softcap()) {
+            const Dual t = tanh(score / kSoftcap);
+            cap_slope[j] = Dual(1.0) - t * t;
+            score = t * kSoftcap;
+          }
+          if (s_.options) score = score - slopes[h] * std::abs(double(position - j));
+          p[j] = keep ? exp(score) : 0.0;
+          sum += p[j];
+        }
+        Dual delta;
+        for (int64_t j = 0; j < s_.keys; ++j) {
+          p[j] = sum.value == 0.0 ? 0.0 : p[j] / sum;
+          for (int64_t d = 0; d < s_.value_dim; ++d) {
+            const Dual value = v[first_v + j * s_.value_dim + d];
+            out_i[d] += p[j] * value;
+            dp[j] += value * double(grad[d]);
+            dv[first_v + j * s_.value_dim + d] += p[j] * double(grad[d]);
+          }
+          delta += p[j] * dp[j];
+        }
+        for (int64_t j = 0; j < s_.keys; ++j) {
+          const Dual ds = p[j] * (dp[j] - delta) * cap_slope[j] * double(T(0.3));
+          for (int64_t d = 0; d < s_.head_dim; ++d) {
+            dq[row * s_.head_dim + d] += ds * k[first_k + j * s_.head_dim + d];
+            dk[first_k + j * s_.head_dim + d] += ds * q_i[d];
+          }
+        }
+        lse[row] = sum.value == 0.0 ? Dual(-std::numeric_limits<double>::infinity()) : log(sum);
+      }
+    }
+
+    Errors worst;
+    const auto compare = [](double& worst, double& along, const std::vector<Dual>& expected,
+                            const std::vector<T>& found, const std::vector<T>& found_t,
+                            double of_rounding = 0.0) {
+      const auto take = [of_rounding](double& worst, double a, double b) {
+        const double d = a == b ? 0.0 : std::abs(a - b) - of_rounding * std::abs(a);
+        if (!std::isnan(worst) && !(d <= worst)) worst = d;  // NaN stays
+      };
+      for (size_t x = 0; x < expected.size(); ++x) {
+        take(worst, expected[x].value, found[x]);
+        take(along, expected[x].moved, found_t[x]);
+      }
+    };
+    compare(worst.output, worst.along, out, out_, out_t_);
+    compare(worst.lse, worst.lse, lse, lse_, lse_t_);
+    compare(worst.gradients, worst.along, dq, dq_, dq_t_, rounding);
+    compare(worst.gradients, worst.along, dk, dk_, dk_t_, rounding);
+    compare(worst.gradients, worst.along, dv, dv_, dv_t_, rounding);
+    return worst;
+  }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  static std::unique_ptr<void, Free> memory(int64_t bytes) {
+    // Of exactly this size, so that a sanitizer sees an overrun; full of NaN, so that what is read
+    // before it is written shows.
+    void* p = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    std::memset(p, 0xff, (bytes + 63) / 64 * 64);
+    return std::unique_ptr<void, Free>(p);
+  }
+
+  template <class U>
+  static Operand<U> operand(U* data, int64_t rows, int64_t width) {
+    Operand<U> x{};
+    x.data = data;
+    x.head_stride = rows * width;
+    x.row_stride = width;
+    x.column_stride = 1;
+    return x;
+  }
+
+  /// The rows a multiple of 1024 bytes apart, with NaN between them.
+  Operand<const T> far_apart(const std::vector<T>& rows, int64_t width, std::vector<T>& memory) {
+    constexpr auto k1024Bytes = static_cast<int64_t>(1024 / sizeof(T));
+    const int64_t row = (width / k1024Bytes + 1) * k1024Bytes, count = s_.kv_heads * s_.keys;
+    memory.assign(count * row, std::numeric_limits<T>::quiet_NaN());
+    for (int64_t r = 0; r < count; ++r) {
+      std::copy_n(&rows[r * width], width, &memory[r * row]);
+    }
+    return operand<const T>(memory.data(), s_.keys, row);
+  }
+
+  void results_go_to(BackwardParams<T>& backward, std::vector<T>& dq, std::vector<T>& dk,
+                     std::vector<T>& dv) {
+    backward.grad_query = operand<T>(dq.data(), s_.queries, s_.head_dim);
+    backward.grad_key = operand<T>(dk.data(), s_.keys, s_.head_dim);
+    backward.grad_value = operand<T>(dv.data(), s_.keys, s_.value_dim);
+  }
+
+  /// All splits of all heads, then the sums of what they left.
+  template <class Params>
+  void run_splits(const Params& params, int64_t splits, int64_t sum_units, int64_t scratch_bytes,
+                  void (*run)(const Params&, int64_t, int64_t, void*),
+                  void (*sum)(const Params&, int64_t, int64_t, void*)) {
+    const auto scratch = memory(scratch_bytes);
+    for (int64_t unit = 0; unit < s_.kv_heads * splits; ++unit) {
+      run(params, 0, unit, scratch.get());
+    }
+    for (int64_t unit = 0; splits > 1 && unit < s_.kv_heads * sum_units; ++unit) {
+      sum(params, 0, unit, scratch.get());
+    }
+  }
+
+  static T* pointer(std::vector<uint16_t>& x) { return reinterpret_cast<T*>(x.data()); }
+
+  /// What was stored at pointer(from).
+  static void widen(const std::vector<uint16_t>& from, std::vector<T>& to) {
+    for (size_t i = 0; i < from.size(); ++i) {
+      const uint32_t bits = uint32_t{from[i]} << 16;
+      float x;
+      std::memcpy(&x, &bits, sizeof(bits));
+      to[i] = static_cast<T>(x);
+    }
+  }
+
+  /// The backward and the tangents again, from and to bfloat16.
+  void run_in_bfloat16(const OfBFloat16& of_bfloat16, BackwardParams<float> backward) {
+    const BFloat16BackwardKernels& kernels = *of_bfloat16.backward;
+    ASSERT_TRUE(kernels.takes(backward.problem));
+    backward.problem.query.data = pointer(q16_);
+    backward.problem.key.data = pointer(k16_);
+    backward.problem.value.data = pointer(v16_);
+    backward.problem.key_value_storage = Storage::kBFloat16;
+    backward.grad_out.data = pointer(g16_);
+    // The rest of an output is what its upper half lacks; the rest of that does not matter.
+    std::vector<uint16_t> out, rest, dq(q_.size()), dk(k_.size()), dv(v_.size());
+    for (T x : out_) {
+      T upper = x;
+      out.push_back(bfloat16_of(upper));
+      T left = x - upper;
+      rest.push_back(bfloat16_of(left));
+    }
+    backward.out.data = pointer(out);
+    backward.out_rest = backward.out;
+    backward.out_rest.data = pointer(rest);
+    backward.grad_query.data = pointer(dq);
+    backward.grad_key.data = pointer(dk);
+    backward.grad_value.data = pointer(dv);
+    const auto partial =
+        memory(s_.kv_heads * kernels.partial_grad_query_size(backward) * sizeof(T));
+    backward.partial_grad_query = static_cast<T*>(partial.get());
+    run_splits(backward, backward.splits, kernels.backward_row_tiles(backward.problem),
+               kernels.backward_scratch_bytes(backward), kernels.backward, kernels.sum_grad_query);
+    widen(dq, dq_);
+    widen(dk, dk_);
+    widen(dv, dv_);
+    backward.out = operand<const T>(out_.data(), s_.queries, s_.value_dim);
+    backward.out_rest = {};
+    ASSERT_TRUE(of_bfloat16.tangents->takes(backward.problem));
+    run_tangents(*of_bfloat16.tangents, backward);
+  }
+
+  /// The derivatives of forward and backward along all directions.
+  void run_tangents(const TangentKernels<T>& kernels, const BackwardParams<T>& backward) {
+    const bool in_16_bits = backward.problem.key_value_storage != Storage::kSame;
+    out_t_.resize(out_.size());
+    lse_t_.resize(lse_.size());
+    dq_t_.resize(q_.size());
+    dk_t_.resize(k_.size());
+    dv_t_.resize(v_.size());
+
+    JvpParams<T> jvp{};
+    jvp.problem = backward.problem;
+    jvp.directions.query = operand<const T>(q_t_.data(), s_.queries, s_.head_dim);
+    jvp.directions.key = operand<const T>(k_t_.data(), s_.keys, s_.head_dim);
+    jvp.directions.value = operand<const T>(v_t_.data(), s_.keys, s_.value_dim);
+    if (in_16_bits) {
+      jvp.directions.query.data = pointer(q_t16_);
+      jvp.directions.key.data = pointer(k_t16_);
+      jvp.directions.value.data = pointer(v_t16_);
+    }
+    if (s_.options) {
+      jvp.directions.alibi_slopes.data = slopes_t_.data();
+      jvp.directions.alibi_slopes.head_stride = 1;
+      jvp.directions.sinks.data = sinks_t_.data();
+      jvp.directions.sinks.head_stride = 1;
+    }
+    jvp.out = backward.out;
+    jvp.lse = lse_.data();
+    jvp.lse_rest = lse_rest_.data();
+    jvp.out_t = operand<T>(out_t_.data(), s_.queries, s_.value_dim);
+    jvp.lse_t = lse_t_.data();
+    const auto jvp_prepared = memory(s_.kv_heads * kernels.jvp_prepared_bytes(jvp));
+    for (int64_t head = 0; head < s_.kv_heads; ++head) {
+      kernels.prepare_jvp(jvp, head, jvp_prepared.get());
+    }
+    const auto jvp_scratch = memory(kernels.jvp_scratch_bytes(jvp));
+    for (int64_t unit = 0; unit < kernels.jvp_units(jvp); ++unit) {
+      kernels.jvp(jvp, jvp_prepared.get(), unit, jvp_scratch.get());
+    }
+
+    BackwardBackwardParams<T> second{};
+    second.backward = backward;
+    results_go_to(second.backward, dq_t_, dk_t_, dv_t_);
+    std::vector<uint16_t> dq(q_.size()), dk(k_.size()), dv(v_.size());
+    if (in_16_bits) {
+      second.backward.grad_query.data = pointer(dq);
+      second.backward.grad_key.data = pointer(dk);
+      second.backward.grad_value.data = pointer(dv);
+    }
+    second.directions = jvp.directions;
+    second.out_t = operand<const T>(out_t_.data(), s_.queries, s_.value_dim);
+    second.lse_t = lse_t_.data();
+    SecondOrderParams<T> params{second, jvp, /*splits=*/backward.splits, nullptr, nullptr};
+    const auto prepared = memory(s_.kv_heads * kernels.second_order_prepared_bytes(params));
+    const auto partial =
+        memory(s_.kv_heads * kernels.second_order_partial_size(params) * sizeof(T));
+    params.prepared = prepared.get();
+    params.partial = static_cast<T*>(partial.get());
+    for (int64_t head = 0; head < s_.kv_heads; ++head) {
+      kernels.prepare_second_order(params, head, prepared.get());
+    }
+    run_splits(params, params.splits, kernels.sum_keys_units(params),
+               kernels.second_order_scratch_bytes(params), kernels.second_order, kernels.sum_keys);
+    if (!in_16_bits) return;
+    widen(dq, dq_t_);
+    widen(dk, dk_t_);
+    widen(dv, dv_t_);
+  }
+
+  const CpuKernels<T>& kernels_;
+  Shape s_;
+  std::vector<uint16_t> q16_, k16_, v16_, g16_, q_t16_, k_t16_, v_t16_;
+  std::vector<T> q_, k_, v_, g_, slopes_, sinks_, out_, lse_, lse_rest_, dq_, dk_, dv_;
+  std::vector<T> q_t_, k_t_, v_t_, slopes_t_, sinks_t_, out_t_, lse_t_, dq_t_, dk_t_, dv_t_;
+  std::vector<T> far_k_, far_v_;
+};
+
+}  // namespace kernel_run
