@@ -13,6 +13,7 @@ def name_of(point: Point) -> str:
         shape += f"/{point['value_dim']}"
     options = [o for o in ("causal", "alibi", "sinks") if point.get(o)]
     options += [f"{o} {point[o]}" for o in ("dropout", "softcap", "window") if o in point]
+    options += ["(B, N, H, D)"] if point.get("heads_last") else []
     if "mask" in point:
         mask = point["mask"]
         learned = " learned" if mask.get("requires_grad") else ""
@@ -83,6 +84,8 @@ def full() -> list[Point]:
     points += [square(512, 64, p, {"dtype": "float64"}) for p in PASSES]
     points += [square(1024, d, p) for p in PASSES for d in (40, 80, 96, 256, 7, 100)]
     points += [square(1024, 192, p, {"value_dim": 128}) for p in PASSES]
+    for dtype, d in (("float32", 64), ("float32", 128), ("bfloat16", 64)):
+        points += [square(1024, d, p, {"dtype": dtype, "heads_last": True}) for p in PASSES]
     for rows in (1, 4):
         for keys in (4096, 32768):
             for heads in GROUPS:

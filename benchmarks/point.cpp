@@ -47,14 +47,18 @@ Point::Point(const nlohmann::json& json)
   const int64_t queries = json.at("queries"), keys = json.at("keys");
   const int64_t head_dim = json.at("head_dim"), value_dim = json.value("value_dim", head_dim);
   const auto dtype = dtype_of(json.at("dtype"));
-  const auto normal = [&](at::IntArrayRef sizes) {
-    return torch::randn(sizes, torch::kFloat32).to(dtype).requires_grad_(is_backward(pass_));
+  // As projections leave them: heads between the rows.
+  const bool heads_last = json.value("heads_last", false);
+  const auto normal = [&](int64_t of_heads, int64_t rows, int64_t width) {
+    const Tensor x = heads_last ? torch::randn({batch, rows, of_heads, width}).transpose(1, 2)
+                                : torch::randn({batch, of_heads, rows, width});
+    return x.to(dtype);
   };
   torch::manual_seed(0);
-  query_ = normal({batch, heads, queries, head_dim});
-  key_ = normal({batch, kv_heads, keys, head_dim});
-  value_ = normal({batch, kv_heads, keys, value_dim});
-  grad_out_ = torch::randn({batch, heads, queries, value_dim}, torch::kFloat32).to(dtype);
+  query_ = normal(heads, queries, head_dim).requires_grad_(is_backward(pass_));
+  key_ = normal(kv_heads, keys, head_dim).requires_grad_(is_backward(pass_));
+  value_ = normal(kv_heads, keys, value_dim).requires_grad_(is_backward(pass_));
+  grad_out_ = normal(heads, queries, value_dim);
   inputs_ = {query_, key_, value_};
 
   plain_.enable_gqa(kv_heads != heads);

@@ -32,9 +32,9 @@ const CpuKernels<T>& kernels_of(const CpuKernelTable& table) {
 struct Shape {
   int64_t heads, kv_heads, queries, keys, head_dim, value_dim;
   Band band;
-  bool options = false;  // softcap, ALiBi and sinks
-  bool capped = false;   // a softcap alone
-  bool drops = false;    // a quarter of the weights
+  bool options = false;    // softcap, ALiBi and sinks
+  bool capped = false;     // a softcap alone
+  bool drops = false;      // a quarter of the weights
   bool far_apart = false;  // rows of K and V, as kernels copy them
 
   bool has_softcap() const { return options || capped; }

@@ -57,27 +57,26 @@ inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
 template <class Scores, class T>
 inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   const Problem<T>& p = params.problem;
-  const int64_t key_and_value_row = spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim);
+  const int64_t rows = spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim);  // one of each
+  const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
   const int64_t longest_split =
       (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
   using Tile = BackwardTile<Scores, kBackwardVectors>;
-  const int64_t numbers =
-      Tile::scratch_numbers(p) + (p.head_dim + key_and_value_row) * Tile::kRows +
-      key_and_value_row * longest_split + Tile::numbers_of_keys(p, longest_split);
+  const int64_t numbers = Tile::scratch_numbers(p) + (p.head_dim + rows) * Tile::kRows +
+                          widths * longest_split + Tile::numbers_of_keys(p, longest_split);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
-/// c[n][d] += sum over r < rows of a[n][r] · b[r][d] for d < width, up to whole vectors. Rows of b
-/// and c are `row` numbers apart.
+/// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of c are `width` numbers, whole vectors.
 template <class T, int kRows, class Sum>
-inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t width,
-                              int64_t row, Sum* c) {
+inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t b_row,
+                              int64_t width, Sum* c) {
   using S = Simd<T>;
   const auto columns = [&](auto vectors, auto broadcast, int64_t d) __attribute__((always_inline)) {
-    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b + d, row, c + d,
-                                            row);
+    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b + d, b_row, c + d,
+                                            width);
   };
-  int64_t vectors = (width + S::kWidth - 1) / S::kWidth;
+  int64_t vectors = width / S::kWidth;
   int64_t d = 0;
   for (; vectors >= S::kOuterVectors; vectors -= S::kOuterVectors) {
     columns(Constant<S::kOuterVectors>{}, Constant<S::kOuterRows>{}, d);
@@ -116,8 +115,10 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   const int64_t group = p.query_heads / p.kv_heads;
   const int64_t tiles = backward_row_tiles(p);
   const KeyRange keys = keys_of_split(params, split);
-  const int64_t key_row = spread_row<T>(p.head_dim);
-  const int64_t value_row = spread_row<T>(p.value_dim);
+  const int64_t key_width = round_up_to_vector<T>(p.head_dim);
+  const int64_t value_width = round_up_to_vector<T>(p.value_dim);
+  const int64_t query_row = spread_row<T>(p.head_dim);
+  const int64_t grad_out_row = spread_row<T>(p.value_dim);
   const bool need_query = params.grad_query.data != nullptr;
   const bool need_key = params.grad_key.data != nullptr;
   const bool need_value = params.grad_value.data != nullptr;
@@ -125,13 +126,13 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   const bool whole = p.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
                      params.grad_mask.data != nullptr;
   Work work(params, static_cast<T*>(scratch), whole);
-  T* query_rows = work.end_of_scratch;                      // [rows][D], scaled
-  T* grad_out_rows = query_rows + kRows * key_row;          // [rows][Dv]
-  T* own_grad_query_t = grad_out_rows + kRows * value_row;  // [D][rows]
-  T* grad_key = own_grad_query_t + p.head_dim * kRows;      // [keys of the split][D]
-  T* grad_value = grad_key + (keys.end - keys.begin) * key_row;
-  T* copies_of_keys = grad_value + (keys.end - keys.begin) * value_row;
-  set_to_zero(grad_key, (keys.end - keys.begin) * (key_row + value_row));
+  T* query_rows = work.end_of_scratch;                         // [rows][D], scaled
+  T* grad_out_rows = query_rows + kRows * query_row;           // [rows][Dv]
+  T* own_grad_query_t = grad_out_rows + kRows * grad_out_row;  // [D][rows]
+  T* grad_key = own_grad_query_t + p.head_dim * kRows;         // [keys of the split][D]
+  T* grad_value = grad_key + (keys.end - keys.begin) * key_width;
+  T* copies_of_keys = grad_value + (keys.end - keys.begin) * value_width;
+  set_to_zero(grad_key, (keys.end - keys.begin) * (key_width + value_width));
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
   alignas(64) T slope_gradient[kRows];
@@ -149,12 +150,13 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
     const KeyRange range = work.keys_of_rows().intersection(keys);
     if (!range.empty()) {
       work.load_rows();
-      tile.pack(p.query, p.head_dim, p.scale, query_rows, key_row, p.key_value_storage);
-      tile.pack(params.grad_out, p.value_dim, T(1), grad_out_rows, value_row, p.key_value_storage);
+      tile.pack(p.query, p.head_dim, p.scale, query_rows, query_row, p.key_value_storage);
+      tile.pack(params.grad_out, p.value_dim, T(1), grad_out_rows, grad_out_row,
+                p.key_value_storage);
     }
     Lazily rows_finite([&] {
-      return all_finite<T>(query_rows, key_row, kRows, key_row) &&
-             all_finite<T>(grad_out_rows, value_row, kRows, value_row);
+      return all_finite<T>(query_rows, query_row, kRows, p.head_dim) &&
+             all_finite<T>(grad_out_rows, grad_out_row, kRows, p.value_dim);
     });
 
     set_to_zero(slope_gradient, kRows);
@@ -172,26 +174,26 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       }
       if (p.softcap != T(0)) work.through_softcap(state, block);
 
-      T* block_grad_key = grad_key + (n - keys.begin) * key_row;
-      T* block_grad_value = grad_value + (n - keys.begin) * value_row;
+      T* block_grad_key = grad_key + (n - keys.begin) * key_width;
+      T* block_grad_value = grad_value + (n - keys.begin) * value_width;
       if (partial && !rows_finite()) {
-        multiply_add_kept_rows<T, kRows>(block, work.p_tile, grad_out_rows, work.mask.bits,
-                                         block_grad_value, value_row);
-        multiply_add_kept_rows<T, kRows>(block, work.ds_tile, query_rows, work.mask.bits,
-                                         block_grad_key, key_row);
+        multiply_add_kept_rows<T, kRows>(block, work.p_tile, grad_out_rows, grad_out_row,
+                                         work.mask.bits, value_width, block_grad_value);
+        multiply_add_kept_rows<T, kRows>(block, work.ds_tile, query_rows, query_row, work.mask.bits,
+                                         key_width, block_grad_key);
       } else {
         work.seen.for_each_strip(block, [&](KeyRange seen, int r, int rows) {
           if (need_value) {
             multiply_add_rows<T, kRows>(seen.end - seen.begin, rows,
                                         work.p_tile + seen.begin * kRows + r,
-                                        grad_out_rows + r * value_row, p.value_dim, value_row,
-                                        block_grad_value + seen.begin * value_row);
+                                        grad_out_rows + r * grad_out_row, grad_out_row, value_width,
+                                        block_grad_value + seen.begin * value_width);
           }
           if (need_key) {
             multiply_add_rows<T, kRows>(seen.end - seen.begin, rows,
                                         work.ds_tile + seen.begin * kRows + r,
-                                        query_rows + r * key_row, p.head_dim, key_row,
-                                        block_grad_key + seen.begin * key_row);
+                                        query_rows + r * query_row, query_row, key_width,
+                                        block_grad_key + seen.begin * key_width);
           }
         });
       }
@@ -227,8 +229,8 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
                  head_rows + keys.begin * to.row_stride, to);
     });
   };
-  if (need_key) write(grad_key, key_row, p.head_dim, params.grad_key);
-  if (need_value) write(grad_value, value_row, p.value_dim, params.grad_value);
+  if (need_key) write(grad_key, key_width, p.head_dim, params.grad_key);
+  if (need_value) write(grad_value, value_width, p.value_dim, params.grad_value);
 }
 
 /// sum = dQᵀ of tile `t` of a head, `size` numbers: the parts of all splits, added in order. Heads

@@ -73,13 +73,13 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     end_of_scratch = scratch + scratch_numbers(p);
   }
 
-  /// K and V of keys that all tiles of rows take in, if these would convert or spread them each: K
-  /// as it is multiplied, V if it is in numbers.
+  /// Of copies of so many keys and their values, if several tiles of rows would convert or spread
+  /// them each: of values only if they are multiplied in numbers.
   static int64_t numbers_of_keys(const Problem<T>& p, int64_t count) {
     const bool as_they_lie = p.key_value_storage == Storage::kSame &&
                              !shares_sets<T>(p.key.row_stride) &&
                              !shares_sets<T>(p.value.row_stride);
-    if (as_they_lie) return 0;
+    if (as_they_lie || rows_of_kv_head(p) <= kBackwardVectors * S::kWidth) return 0;
     return count *
            (spread_row<T>(p.head_dim) + (Scores::kInNumbers ? spread_row<T>(p.value_dim) : 0));
   }

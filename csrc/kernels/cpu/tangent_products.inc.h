@@ -67,18 +67,39 @@ class VectorProducts {
   /// Rows of sums of this width that are transposed.
   static int64_t sum_rows(int64_t width) { return width; }
 
-  /// What is made of the keys of one head for all its tiles of rows, by prepare.
-  static int64_t prepared_bytes(const TangentMatrices<T>& /*matrices*/) { return 0; }
-  static void prepare(const TangentMatrices<T>& /*matrices*/, const RowTile<kRows>& /*tile*/,
-                      void* /*prepared*/) {}
+  /// What is made of the keys of one head for all its tiles of rows, by prepare: copies of those
+  /// matrices that each would convert or spread.
+  static int64_t prepared_bytes(const TangentMatrices<T>& matrices) {
+    int64_t numbers = 0;
+    for_each_copy(matrices, [&](OfKeys, int64_t size) { numbers += size; });
+    return numbers * static_cast<int64_t>(sizeof(T));
+  }
+  static void prepare(const TangentMatrices<T>& matrices, const RowTile<kRows>& tile,
+                      void* prepared) {
+    const Problem<T>& p = matrices.p;
+    T* to = static_cast<T*>(prepared);
+    for_each_copy(matrices, [&](OfKeys x, int64_t size) {
+      const int64_t width = matrices.width(x);
+      spread_rows<T>(
+          rows_of_block(tile, matrices.keys[x], p.key_value_storage, 0, p.keys, width, to), p.keys,
+          width, to);
+      to += size;
+    });
+  }
 
   static int64_t scratch_numbers(const TangentMatrices<T>& matrices) {
     return VectorProducts(matrices, nullptr, nullptr).numbers_;
   }
 
-  VectorProducts(const TangentMatrices<T>& matrices, void* /*prepared*/, T* scratch)
-      : m_(matrices) {
+  VectorProducts(const TangentMatrices<T>& matrices, void* prepared, T* scratch) : m_(matrices) {
     static_assert(sizeof(Factor) == sizeof(T));
+    if (prepared != nullptr) {
+      T* copy = static_cast<T*>(prepared);
+      for_each_copy(m_, [&](OfKeys x, int64_t size) {
+        copies_[x] = {copy, spread_row<T>(m_.width(x))};
+        copy += size;
+      });
+    }
     const auto take = [&]<class Number>(Number*& part, int64_t numbers) {
       part = scratch == nullptr ? nullptr : reinterpret_cast<Number*>(scratch + numbers_);
       numbers_ += numbers;
@@ -93,7 +114,7 @@ class VectorProducts {
       if (!m_.has(OfRows(y))) continue;
       const int64_t width = m_.width(OfRows(y));
       take(columns_[y], Scores::column_factors(width, kRows));
-      if (m_.of_backward) take(rows_[y], round_up_to_vector<T>(width) * kRows);
+      if (m_.of_backward) take(rows_[y], spread_row<T>(width) * kRows);
     }
   }
 
@@ -148,18 +169,18 @@ class VectorProducts {
 
   /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
   QKV_ONE_COPY void add_to_keys(OfRows y, const T* a, T* c) {
-    const int64_t width = round_up_to_vector<T>(m_.width(y));
+    const int64_t width = round_up_to_vector<T>(m_.width(y)), row = spread_row<T>(m_.width(y));
     if (!has_rows_[y]) {
-      tile_->pack(m_.rows[y], m_.width(y), T(1), rows_[y], width, storage());
+      tile_->pack(m_.rows[y], m_.width(y), T(1), rows_[y], row, storage());
       has_rows_[y] = true;
-      rows_finite_[y] = all_finite<T>(rows_[y], width, kRows, width);
+      rows_finite_[y] = all_finite<T>(rows_[y], row, kRows, m_.width(y));
     }
     if (block_.state == TileState::kPartial && !rows_finite_[y]) {
-      multiply_add_kept_rows<T, kRows>(block_.keys, a, rows_[y], block_.bits, c, width);
+      multiply_add_kept_rows<T, kRows>(block_.keys, a, rows_[y], row, block_.bits, width, c);
     } else {
       seen_.for_each_strip(block_.keys, [&](KeyRange keys, int r, int rows) {
         multiply_add_rows<T, kRows>(keys.end - keys.begin, rows, a + keys.begin * kRows + r,
-                                    rows_[y] + r * width, width, width, c + keys.begin * width);
+                                    rows_[y] + r * row, row, width, c + keys.begin * width);
       });
     }
   }
@@ -178,11 +199,26 @@ class VectorProducts {
  private:
   Storage storage() const { return m_.p.key_value_storage; }
 
+  /// f(x, numbers of its copy)
+  template <class F>
+  static void for_each_copy(const TangentMatrices<T>& m, F f) {
+    if (!Scores::kInNumbers || rows_of_kv_head(m.p) <= kRows) return;
+    for (int i = 0; i < kOfKeys; ++i) {
+      const auto x = OfKeys(i);
+      if (m.has(x) &&
+          (m.p.key_value_storage != Storage::kSame || shares_sets<T>(m.keys[x].row_stride))) {
+        f(x, m.p.keys * spread_row<T>(m.width(x)));
+      }
+    }
+  }
+
   /// The rows of the block.
   const Rows<T>& rows_of_keys(OfKeys x) {
     if (keys_[x].first == nullptr) {
-      keys_[x] = rows_of_block(*tile_, m_.keys[x], storage(), block_.first_key, block_.keys,
-                               m_.width(x), block_rows_[x]);
+      keys_[x] = copies_[x].first != nullptr
+                     ? copies_[x].from(block_.first_key)
+                     : rows_of_block(*tile_, m_.keys[x], storage(), block_.first_key, block_.keys,
+                                     m_.width(x), block_rows_[x]);
     }
     return keys_[x];
   }
@@ -200,8 +236,9 @@ class VectorProducts {
     }
   }
 
-  int64_t numbers_ = 0;      // of scratch
-  Rows<T> keys_[kOfKeys]{};  // of the block, when they are asked for
+  int64_t numbers_ = 0;        // of scratch
+  Rows<T> copies_[kOfKeys]{};  // of all keys, of those matrices that are copied
+  Rows<T> keys_[kOfKeys]{};    // of the block, when they are asked for
   Rows<Factor> lines_[kOfKeys]{};
   T* block_rows_[kOfKeys]{};        // [keys][width], converted or spread
   Factor* block_lines_[kOfKeys]{};  // copied, unless factors are numbers
