@@ -47,7 +47,7 @@ Point::Point(const nlohmann::json& json)
   const int64_t queries = json.at("queries"), keys = json.at("keys");
   const int64_t head_dim = json.at("head_dim"), value_dim = json.value("value_dim", head_dim);
   const auto dtype = dtype_of(json.at("dtype"));
-  // As projections leave them: heads between the rows.
+  // (B, N, H, D) in memory, as projections leave them.
   const bool heads_last = json.value("heads_last", false);
   const auto normal = [&](int64_t of_heads, int64_t rows, int64_t width) {
     const Tensor x = heads_last ? torch::randn({batch, rows, of_heads, width}).transpose(1, 2)

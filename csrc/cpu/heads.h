@@ -9,9 +9,9 @@
 #include "layout.h"
 #include "operands.h"
 
-// Second order and forward mode of half types make copies of outputs in float32, and with AMX of
-// the keys. However long the sequences are, these stay small: they are made for a few heads at a
-// time.
+// Second order and forward mode of half types make copies of outputs in float32, and of the keys as
+// they are multiplied. However long the sequences are, these stay small: they are made for a few
+// heads at a time.
 
 namespace qkv::cpu {
 

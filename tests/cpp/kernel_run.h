@@ -32,10 +32,10 @@ const CpuKernels<T>& kernels_of(const CpuKernelTable& table) {
 struct Shape {
   int64_t heads, kv_heads, queries, keys, head_dim, value_dim;
   Band band;
-  bool options = false;    // softcap, ALiBi and sinks
-  bool capped = false;     // a softcap alone
-  bool drops = false;      // a quarter of the weights
-  bool far_apart = false;  // rows of K and V, as kernels copy them
+  bool options = false;                                   // softcap, ALiBi and sinks
+  bool capped = false;                                    // a softcap alone
+  bool drops = false;                                     // a quarter of the weights
+  bool keys_far_apart = false, values_far_apart = false;  // rows that kernels copy
 
   bool has_softcap() const { return options || capped; }
 };
@@ -52,7 +52,7 @@ struct Errors {
 };
 
 /// The upper half of a float, and what is left of the float.
-uint16_t bfloat16_of(float& x) {
+inline uint16_t bfloat16_of(float& x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   bits &= 0xffff0000;
@@ -113,10 +113,8 @@ class KernelRun {
     p.query = operand<const T>(q_.data(), s_.queries, s_.head_dim);
     p.key = operand<const T>(k_.data(), s_.keys, s_.head_dim);
     p.value = operand<const T>(v_.data(), s_.keys, s_.value_dim);
-    if (s_.far_apart) {
-      p.key = far_apart(k_, s_.head_dim, far_k_);
-      p.value = far_apart(v_, s_.value_dim, far_v_);
-    }
+    if (s_.keys_far_apart) p.key = far_apart(k_, s_.head_dim, far_k_);
+    if (s_.values_far_apart) p.value = far_apart(v_, s_.value_dim, far_v_);
     if (s_.has_softcap()) p.softcap = T(kSoftcap);
     if (s_.drops) {
       p.dropout.threshold = 1 << 14;
@@ -180,13 +178,13 @@ class KernelRun {
       const auto out = out_, lse = lse_;
       out_.assign(out.size(), std::numeric_limits<T>::quiet_NaN());
       lse_.assign(lse.size(), std::numeric_limits<T>::quiet_NaN());
-      run_forward(3);
+      run_forward(s_.keys_far_apart ? 8 : 3);
       EXPECT_EQ(0, std::memcmp(out.data(), out_.data(), out.size() * sizeof(T)));
       EXPECT_EQ(0, std::memcmp(lse.data(), lse_.data(), lse.size() * sizeof(T)));
     }
     p.query.data = q_.data();
-    p.key.data = s_.far_apart ? far_k_.data() : k_.data();
-    p.value.data = s_.far_apart ? far_v_.data() : v_.data();
+    p.key.data = s_.keys_far_apart ? far_k_.data() : k_.data();
+    p.value.data = s_.values_far_apart ? far_v_.data() : v_.data();
     p.key_value_storage = Storage::kSame;
 
     BackwardParams<T> backward{};

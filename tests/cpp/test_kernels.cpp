@@ -110,17 +110,26 @@ TEST_P(Kernels, RowsFarApartAreTheSame) {
   const Shape shapes[] = {
       {1, 1, 150, 200, 20, 17, all},
       {4, 2, 90, 300, 33, 64, causal},
+      {1, 1, 450, 130, 5, 3, all},  // more than eight tiles
       {1, 1, 2, 300, 64, 5, all},
       {1, 1, 70, 400, 256, 300, causal},
+      {1, 1, 120, 400, 8, 12, {30, 5, 211}},  // nobody sees the first keys
   };
-  for (Shape shape : shapes) {
+  const auto expect_same = [&](auto number, Shape shape, int64_t splits) {
+    using T = decltype(number);
+    const auto together = KernelRun<T>(*table_, shape, splits).results();
+    for (const bool keys : {false, true}) {
+      shape.keys_far_apart = keys;
+      for (const bool values : {false, true}) {
+        shape.values_far_apart = values;
+        EXPECT_EQ(together, KernelRun<T>(*table_, shape, splits).results());
+      }
+    }
+  };
+  for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2}) {
-      shape.far_apart = false;
-      const auto together = KernelRun<float>(*table_, shape, splits).results();
-      const auto together_double = KernelRun<double>(*table_, shape, splits).results();
-      shape.far_apart = true;
-      EXPECT_EQ(together, KernelRun<float>(*table_, shape, splits).results());
-      EXPECT_EQ(together_double, KernelRun<double>(*table_, shape, splits).results());
+      expect_same(float(), shape, splits);
+      expect_same(double(), shape, splits);
     }
   }
 }
@@ -217,6 +226,7 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
       {4, 2, 60, 290, 24, 20, all, true},
       {2, 1, 20, 300, 8, 8, causal, true},
       {1, 1, 170, 409, 64, 300, {-1, 0, 239}},  // several turns of a forward
+      {1, 1, 50, 140, 270, 20, all},            // more pairs than are multiplied at a time
   };
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {
@@ -231,7 +241,8 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
         EXPECT_LT(errors.output, 2e-4) << what;
         const bool rounds = kernels.tangents == table_->bfloat16_tangents &&
                             std::string(table_->isa) == "avx512_bf16" && shape.keys >= 128;
-        EXPECT_LT(errors.along, rounds ? 0.05 : 2e-4) << what;
+        const double bound = shape.head_dim > 256 ? 5e-4 : 2e-4;  // scores grow with it
+        EXPECT_LT(errors.along, rounds ? 0.05 : bound) << what;
       }
     }
   }

@@ -166,3 +166,26 @@ def test_heads_between_the_rows(heads, dtype):
     for expected, actual in zip(gradients(*shapes), gradients(*across)):
         assert torch.equal(expected, actual)
     assert torch.equal(qkv.attention(*shapes[:3]), qkv.attention(*across[:3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_second_order_of_heads_between_the_rows(dtype):
+    """With a learned mask, and along the query or the values alone."""
+    together = problem(1, 4, 4, 130, 300, 64, 64, dtype)
+    across = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in together]
+    mask, along = numbers((130, 300), 5, dtype), problem(1, 4, 4, 130, 300, 64, 64, dtype)
+
+    def results(query, key, value, grad):
+        leaves = [x.detach().requires_grad_() for x in (query, key, value, mask)]
+        incoming = grad.detach().requires_grad_()
+        out = qkv.attention(*leaves, is_causal=True, query_offset=170)
+        first = torch.autograd.grad(out, leaves, incoming, create_graph=True)
+        second = torch.autograd.grad(first[:3], [*leaves, incoming], along[:3])
+        moved = [
+            torch.func.jvp(lambda x: qkv.attention(x, key, value), (query,), (along[0],))[1],
+            torch.func.jvp(lambda x: qkv.attention(query, key, x), (value,), (along[2],))[1],
+        ]
+        return [*first, *second, *moved]
+
+    for expected, actual in zip(results(*together), results(*across)):
+        assert torch.equal(expected, actual) and expected.abs().sum() > 0

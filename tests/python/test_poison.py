@@ -45,7 +45,21 @@ def problem(rng):
     query = torch.randn(batch, heads, m, d).to(dtype)
     key = torch.randn(batch, kv_heads, n, d).to(dtype)
     value, grad = torch.randn(batch, kv_heads, n, dv), torch.randn(batch, heads, m, dv)
-    return query, key, value.to(dtype), grad.to(dtype), kwargs
+    key, value = laid_out(rng, key), laid_out(rng, value.to(dtype))
+    return query, key, value, grad.to(dtype), kwargs
+
+
+def laid_out(rng, x):
+    """Perhaps with rows 1024 bytes apart, which kernels copy, and NaN in between."""
+    if rng.random() < 0.6:
+        return x
+    wide = x.new_full((*x.shape[:-1], 1024 // x.element_size()), NAN)
+    return wide[..., : x.shape[-1]].copy_(x)
+
+
+def copied(x):
+    """With the strides of x; clone() drops gaps."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
 
 
 def kept_pairs(query, key, kwargs):
@@ -67,7 +81,7 @@ def kept_pairs(query, key, kwargs):
 
 
 def run(query, key, value, grad, kwargs):
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    leaves = [copied(x).requires_grad_() for x in (query, key, value)]
     extras = {
         n: x.clone().requires_grad_()
         for n, x in kwargs.items()
@@ -88,7 +102,7 @@ def test_poison_reaches_only_who_keeps_it(seed):
     group = heads // kv_heads
 
     poison = rng.choice([NAN, INF, -INF])
-    bad_query, bad_key, bad_value, bad_grad = (x.clone() for x in (query, key, value, grad))
+    bad_query, bad_key, bad_value, bad_grad = (copied(x) for x in (query, key, value, grad))
 
     def poisoned(x, probability):
         """Marks some rows of x, and poisons one number of each."""
@@ -133,7 +147,7 @@ def test_poison_reaches_only_who_keeps_it(seed):
 def run_second(query, key, value, grad, kwargs, along):
     """Of <gradients, along>: the gradients of the incoming ones (which are what forward mode gives),
     then as run."""
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    leaves = [copied(x).requires_grad_() for x in (query, key, value)]
     extras = {
         n: x.clone().requires_grad_()
         for n, x in kwargs.items()
@@ -158,12 +172,13 @@ def test_poison_in_second_order(seed):
     group = heads // kv_heads
     extras = {n: x for n, x in kwargs.items() if torch.is_tensor(x) and x.is_floating_point()}
     along = [torch.randn_like(x) for x in (query, key, value, *extras.values())]
+    along[1:3] = (laid_out(rng, x) for x in along[1:3])
 
     poison = rng.choice([NAN, INF, -INF])
 
     def poisoned(x, probability):
         marked = torch.rand(x.shape[:-1]) < probability * (rng.random() < 0.4)
-        bad = x.clone()
+        bad = copied(x)
         bad[..., 0] = bad[..., 0].masked_fill(marked, poison)
         return bad, marked
 

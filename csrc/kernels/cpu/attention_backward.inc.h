@@ -63,7 +63,7 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
       (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
   using Tile = BackwardTile<Scores, kBackwardVectors>;
   const int64_t numbers = Tile::scratch_numbers(p) + (p.head_dim + rows) * Tile::kRows +
-                          widths * longest_split + Tile::numbers_of_keys(p, longest_split);
+                          widths * longest_split + Tile::numbers_of_copies(p, longest_split);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 

@@ -9,9 +9,9 @@
 // those of a key/value head fill only a few tiles, these and ranges of its keys, whose results are
 // merged (merge.inc.h). Up to kFewRows rows have a kernel of their own (few_rows.inc.h).
 //
-// If K and V of a head are too large for a second-level cache, or not multiplied as they are
-// stored, a few of its tiles take turns: each takes in the same keys, a quarter of a MiB, before
-// they all go on to the next.
+// If K and V of a head are too large for a second-level cache, or not multiplied where they lie, up
+// to eight of its tiles take turns: each takes in the same keys, a quarter of a MiB, before they
+// all go on to the next.
 //
 // Source: what a tile's products are done in (forward_source.inc.h).
 
@@ -87,14 +87,14 @@ inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t thr
   const Problem<T>& p = params.problem;
   const bool share = shares_turns<Source>(p);
   if (!share && !is_large_head<Source>(p)) return 1;
-  const int64_t of_head = forward_tiles_per_head<Source>(p) * forward_splits<Source>(p);
-  const int64_t of_thread = p.batch * p.kv_heads * of_head / threads;
+  const int64_t tiles = forward_tiles_per_head<Source>(p);
+  const int64_t of_thread = p.batch * p.kv_heads * tiles * forward_splits<Source>(p) / threads;
   const auto leaving = [of_thread](int64_t units, int64_t most) {
     return of_thread / units < most ? of_thread / units : most;
   };
   const int64_t several = leaving(8, kMaxTilesInTurn), few = share ? leaving(4, 4) : 1;
   const int64_t in_turn = several > few ? several : few;
-  return in_turn < 1 ? 1 : in_turn;
+  return in_turn < 1 ? 1 : in_turn < tiles ? in_turn : tiles;
 }
 
 /// One unit of work is one range of keys, or all, for one tile or for tiles that take turns.

@@ -124,7 +124,7 @@ inline int64_t jvp_prepared_bytes(const JvpParams<T>& params) {
   return Products::prepared_bytes(matrices_of(params));
 }
 
-/// Where the keys of one key/value head are packed; nullptr if nothing is prepared.
+/// Where the keys of one key/value head are packed or copied; nullptr if nothing is prepared.
 inline void* of_head(void* prepared, int64_t head, int64_t bytes) {
   return bytes == 0 ? nullptr : static_cast<char*>(prepared) + head * bytes;
 }

@@ -28,17 +28,17 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   using Base = BackwardRows<T, kVectors>;
   using Base::alibi, Base::kRows, Base::mask, Base::p, Base::params, Base::stays, Base::tile;
   using S = Simd<T>;
-  Factor* query_t;        // [D][rows]
-  Factor* grad_out_t;     // [Dv][rows]
-  T* p_tile;              // [keys][rows], R ∘ P
-  T* ds_tile;             // [keys][rows]
-  T* cap_tile;            // [keys][rows], the derivative of the softcap
-  T* key_rows;            // [keys][D], converted or spread
-  Factor* key_lines;      // [keys][D], copied: key_rows, if factors are numbers
-  Factor* value_lines;    // [keys][Dv], copied
-  Rows<T> key;            // of the block, after load_block, if dQ is asked for
-  KeyRange copied{0, 0};  // what load_keys was told
-  Rows<T> copied_keys, copied_values;
+  Factor* query_t;                     // [D][rows]
+  Factor* grad_out_t;                  // [Dv][rows]
+  T* p_tile;                           // [keys][rows], R ∘ P
+  T* ds_tile;                          // [keys][rows]
+  T* cap_tile;                         // [keys][rows], the derivative of the softcap
+  T* key_rows;                         // [keys][D], converted or spread
+  Factor* key_lines;                   // [keys][D], copied: key_rows, if factors are numbers
+  Factor* value_lines;                 // [keys][Dv], copied
+  Rows<T> key;                         // of the block, after load_block, if dQ is asked for
+  KeyRange copied{0, 0};               // keys that load_keys made copies of
+  Rows<T> copied_keys, copied_values;  // from copied.begin on
   T* end_of_scratch;
   bool whole;                  // nothing is left out: all of P and dS is written
   SeenKeys<T, kVectors> seen;  // of the block
@@ -75,7 +75,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 
   /// Of copies of so many keys and their values, if several tiles of rows would convert or spread
   /// them each: of values only if they are multiplied in numbers.
-  static int64_t numbers_of_keys(const Problem<T>& p, int64_t count) {
+  static int64_t numbers_of_copies(const Problem<T>& p, int64_t count) {
     const bool as_they_lie = p.key_value_storage == Storage::kSame &&
                              !shares_sets<T>(p.key.row_stride) &&
                              !shares_sets<T>(p.value.row_stride);
@@ -84,10 +84,14 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
            (spread_row<T>(p.head_dim) + (Scores::kInNumbers ? spread_row<T>(p.value_dim) : 0));
   }
 
-  /// Copies those to `to`, if there are numbers_of_keys.
+  /// Copies those of `keys` that any row sees to `to`, if there are numbers_of_copies.
   QKV_ONE_COPY void load_keys(KeyRange keys, T* to) {
+    const KeyRange seen = keys_of_any(p.band, 0, p.queries - 1, p.keys);
+    keys = KeyRange{first_of_eight(seen.begin), seen.end}.intersection(keys);
+    if (keys.empty()) return;
     const int64_t count = keys.end - keys.begin;
-    if (numbers_of_keys(p, count) == 0) return;
+    const bool reads_numbers = Scores::kInNumbers || params.grad_query.data != nullptr;
+    if (!reads_numbers || numbers_of_copies(p, count) == 0) return;
     const auto copy = [&](const Operand<const T>& x, int64_t width) {
       const Rows<T> rows =
           rows_of_block(tile, x, p.key_value_storage, keys.begin, count, width, to);

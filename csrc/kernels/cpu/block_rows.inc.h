@@ -2,7 +2,8 @@
 
 #include "kernels/cpu/row_tile.inc.h"
 
-// The rows of K or V of one block of keys, for a product: where they lie, or copied to scratch.
+// Rows of K or V, of a block of keys or of all that several tiles take in: where they lie, or
+// copied.
 //
 // Those stored in 16 bits are converted. Those a multiple of 1024 bytes apart, as the rows of a
 // head in a tensor (B, N, H, D) often are, are spread for a product that reads a few columns at a
@@ -21,7 +22,7 @@ struct Rows {
 
 template <class T>
 constexpr bool shares_sets(int64_t stride) {
-  return stride * static_cast<int64_t>(sizeof(T)) % 1024 == 0;
+  return stride != 0 && stride * static_cast<int64_t>(sizeof(T)) % 1024 == 0;
 }
 
 /// How far apart copies of rows of `width` numbers are: whole vectors, over all sets.

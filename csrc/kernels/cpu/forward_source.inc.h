@@ -8,7 +8,8 @@
 #include "kernels/cpu/weights_in_place.inc.h"
 
 // The products of a forward tile in float32 or float64. K and V are read where they lie; those
-// stored in 16 bits are converted block by block, or once for all tiles that take turns:
+// stored in 16 bits are converted block by block, or once for all tiles that take turns, which also
+// share copies of rows far apart (block_rows.inc.h):
 //
 //     S[keys][rows] = K · (scale · Qᵀ)        Oᵀ[Dv][rows] += Vᵀ · P
 

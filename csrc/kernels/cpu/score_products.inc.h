@@ -12,8 +12,9 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// So much of the depth is multiplied at a time: that of all columns of three vectors of rows stays
-/// in a first-level cache from one key to the next. They lie among those of other rows.
+/// So much of the depth is multiplied at a time, for the columns of three vectors of rows are to
+/// stay in a first-level cache from one key to the next. They share its lines with those of other
+/// rows.
 constexpr int64_t kDepthAtATime = 128;
 
 /// C[keys][rows] (+)= lines of X · columns of Y, for kVectors vectors of rows, `row` numbers apart

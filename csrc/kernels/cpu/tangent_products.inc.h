@@ -72,18 +72,25 @@ class VectorProducts {
   static int64_t prepared_bytes(const TangentMatrices<T>& matrices) {
     int64_t numbers = 0;
     for_each_copy(matrices, [&](OfKeys, int64_t size) { numbers += size; });
-    return numbers * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = numbers * static_cast<int64_t>(sizeof(T));
+    return matrices.p.batch * matrices.p.kv_heads * bytes <= kMostBytesOfCopies ? bytes : 0;
   }
   static void prepare(const TangentMatrices<T>& matrices, const RowTile<kRows>& tile,
                       void* prepared) {
+    if (prepared == nullptr) return;
     const Problem<T>& p = matrices.p;
-    T* to = static_cast<T*>(prepared);
+    const KeyRange seen = keys_of_any(p.band, 0, p.queries - 1, p.keys);
+    const int64_t first = first_of_eight(seen.begin), count = seen.end - first;
+    T* copy = static_cast<T*>(prepared);
     for_each_copy(matrices, [&](OfKeys x, int64_t size) {
       const int64_t width = matrices.width(x);
-      spread_rows<T>(
-          rows_of_block(tile, matrices.keys[x], p.key_value_storage, 0, p.keys, width, to), p.keys,
-          width, to);
-      to += size;
+      T* to = copy + first * spread_row<T>(width);
+      if (!seen.empty()) {
+        spread_rows<T>(
+            rows_of_block(tile, matrices.keys[x], p.key_value_storage, first, count, width, to),
+            count, width, to);
+      }
+      copy += size;
     });
   }
 
@@ -199,7 +206,9 @@ class VectorProducts {
  private:
   Storage storage() const { return m_.p.key_value_storage; }
 
-  /// f(x, numbers of its copy)
+  static constexpr int64_t kMostBytesOfCopies = int64_t{1} << 26;  // of all heads
+
+  /// f(x, numbers of its copy). Products in pairs read what they multiply as it is stored.
   template <class F>
   static void for_each_copy(const TangentMatrices<T>& m, F f) {
     if (!Scores::kInNumbers || rows_of_kv_head(m.p) <= kRows) return;
