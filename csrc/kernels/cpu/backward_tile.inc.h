@@ -76,10 +76,9 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   /// Of copies of so many keys and their values, if several tiles of rows would convert or spread
   /// them each: of values only if they are multiplied in numbers.
   static int64_t numbers_of_copies(const Problem<T>& p, int64_t count) {
-    const bool as_they_lie = p.key_value_storage == Storage::kSame &&
-                             !shares_sets<T>(p.key.row_stride) &&
-                             !shares_sets<T>(p.value.row_stride);
-    if (as_they_lie || rows_of_kv_head(p) <= kBackwardVectors * S::kWidth) return 0;
+    const Storage storage = p.key_value_storage;
+    const bool wanted = wants_copies<T>(p.key, storage) || wants_copies<T>(p.value, storage);
+    if (!wanted || rows_of_kv_head(p) <= kBackwardVectors * S::kWidth) return 0;
     return count *
            (spread_row<T>(p.head_dim) + (Scores::kInNumbers ? spread_row<T>(p.value_dim) : 0));
   }
@@ -92,16 +91,12 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     const int64_t count = keys.end - keys.begin;
     const bool reads_numbers = Scores::kInNumbers || params.grad_query.data != nullptr;
     if (!reads_numbers || numbers_of_copies(p, count) == 0) return;
-    const auto copy = [&](const Operand<const T>& x, int64_t width) {
-      const Rows<T> rows =
-          rows_of_block(tile, x, p.key_value_storage, keys.begin, count, width, to);
-      const Rows<T> copies = spread_rows<T>(rows, count, width, to);
-      to += count * spread_row<T>(width);
-      return copies;
-    };
+    const Storage storage = p.key_value_storage;
     copied = keys;
-    copied_keys = copy(p.key, p.head_dim);
-    if (Scores::kInNumbers) copied_values = copy(p.value, p.value_dim);
+    copied_keys = copies_of_rows(tile, p.key, storage, keys.begin, count, p.head_dim, to);
+    if (!Scores::kInNumbers) return;
+    copied_values = copies_of_rows(tile, p.value, storage, keys.begin, count, p.value_dim,
+                                   to + count * spread_row<T>(p.head_dim));
   }
 
   QKV_ONE_COPY void load_rows() {

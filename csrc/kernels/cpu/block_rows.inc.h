@@ -70,4 +70,18 @@ QKV_ONE_COPY Rows<T> rows_of_block(const RowTile<kRows>& tile, const Operand<con
   return rows;
 }
 
+/// Whether rows that are read several times are better copied before: converted, or spread.
+template <class T>
+inline bool wants_copies(const Operand<const T>& x, Storage storage) {
+  return storage != Storage::kSame || shares_sets<T>(x.row_stride);
+}
+
+/// rows_of_block as copies, if they are wanted.
+template <class T, int kRows>
+inline Rows<T> copies_of_rows(const RowTile<kRows>& tile, const Operand<const T>& x,
+                              Storage storage, int64_t first, int64_t count, int64_t width, T* to) {
+  const Rows<T> rows = rows_of_block(tile, x, storage, first, count, width, to);
+  return spread_rows<T>(rows, count, width, to);
+}
+
 }  // namespace qkv::kernels::QKV_ISA

@@ -55,10 +55,8 @@ class ForwardSource
    public:
     /// Of so many keys, 0 if they are read where they lie.
     static int64_t bytes(const Problem<T>& p, int64_t keys) {
-      if (p.key_value_storage == Storage::kSame && !shares_sets<T>(p.key.row_stride) &&
-          !shares_sets<T>(p.value.row_stride)) {
-        return 0;
-      }
+      const Storage storage = p.key_value_storage;
+      if (!wants_copies<T>(p.key, storage) && !wants_copies<T>(p.value, storage)) return 0;
       const int64_t row = spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim);
       return keys * row * static_cast<int64_t>(sizeof(T));
     }
@@ -66,16 +64,12 @@ class ForwardSource
     Turn(const Problem<T>& p, void* memory) : p_(p), memory_(static_cast<T*>(memory)) {}
 
     void load(const RowTile<kRows>& tile, KeyRange keys) {
-      const auto copies = [&](const Operand<const T>& x, int64_t width, T* to) {
-        const int64_t count = keys.end - keys.begin;
-        return spread_rows<T>(
-            rows_of_block(tile, x, p_.key_value_storage, keys.begin, count, width, to), count,
-            width, to);
-      };
+      const int64_t count = keys.end - keys.begin;
+      const Storage storage = p_.key_value_storage;
       keys_ = keys;
-      key_ = copies(p_.key, p_.head_dim, memory_);
-      value_ = copies(p_.value, p_.value_dim,
-                      memory_ + (keys.end - keys.begin) * spread_row<T>(p_.head_dim));
+      key_ = copies_of_rows(tile, p_.key, storage, keys.begin, count, p_.head_dim, memory_);
+      value_ = copies_of_rows(tile, p_.value, storage, keys.begin, count, p_.value_dim,
+                              memory_ + count * spread_row<T>(p_.head_dim));
     }
 
     bool has(int64_t first_key, int keys) const {

@@ -86,9 +86,7 @@ class VectorProducts {
       const int64_t width = matrices.width(x);
       T* to = copy + first * spread_row<T>(width);
       if (!seen.empty()) {
-        spread_rows<T>(
-            rows_of_block(tile, matrices.keys[x], p.key_value_storage, first, count, width, to),
-            count, width, to);
+        copies_of_rows(tile, matrices.keys[x], p.key_value_storage, first, count, width, to);
       }
       copy += size;
     });
@@ -214,8 +212,7 @@ class VectorProducts {
     if (!Scores::kInNumbers || rows_of_kv_head(m.p) <= kRows) return;
     for (int i = 0; i < kOfKeys; ++i) {
       const auto x = OfKeys(i);
-      if (m.has(x) &&
-          (m.p.key_value_storage != Storage::kSame || shares_sets<T>(m.keys[x].row_stride))) {
+      if (m.has(x) && wants_copies<T>(m.keys[x], m.p.key_value_storage)) {
         f(x, m.p.keys * spread_row<T>(m.width(x)));
       }
     }
