@@ -85,8 +85,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 
   /// Copies those of `keys` that any row sees to `to`, if there are numbers_of_copies.
   QKV_ONE_COPY void load_keys(KeyRange keys, T* to) {
-    const KeyRange seen = keys_of_any(p.band, 0, p.queries - 1, p.keys);
-    keys = KeyRange{first_of_eight(seen.begin), seen.end}.intersection(keys);
+    keys = keys_to_copy(p).intersection(keys);
     if (keys.empty()) return;
     const int64_t count = keys.end - keys.begin;
     const bool reads_numbers = Scores::kInNumbers || params.grad_query.data != nullptr;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/band.h"
 #include "kernels/cpu/row_tile.inc.h"
 
 // Rows of K or V, of a block of keys or of all that several tiles take in: where they lie, or
@@ -74,6 +75,13 @@ QKV_ONE_COPY Rows<T> rows_of_block(const RowTile<kRows>& tile, const Operand<con
 template <class T>
 inline bool wants_copies(const Operand<const T>& x, Storage storage) {
   return storage != Storage::kSame || shares_sets<T>(x.row_stride);
+}
+
+/// The keys that copies are made of: all that some row sees, from where blocks of them may begin.
+template <class T>
+inline KeyRange keys_to_copy(const Problem<T>& p) {
+  const KeyRange seen = keys_of_any(p.band, 0, p.queries - 1, p.keys);
+  return {first_of_eight(seen.begin), seen.end};
 }
 
 /// rows_of_block as copies, if they are wanted.

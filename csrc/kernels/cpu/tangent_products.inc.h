@@ -79,15 +79,13 @@ class VectorProducts {
                       void* prepared) {
     if (prepared == nullptr) return;
     const Problem<T>& p = matrices.p;
-    const KeyRange seen = keys_of_any(p.band, 0, p.queries - 1, p.keys);
-    const int64_t first = first_of_eight(seen.begin), count = seen.end - first;
+    const KeyRange keys = keys_to_copy(p);
+    if (keys.empty()) return;
     T* copy = static_cast<T*>(prepared);
     for_each_copy(matrices, [&](OfKeys x, int64_t size) {
       const int64_t width = matrices.width(x);
-      T* to = copy + first * spread_row<T>(width);
-      if (!seen.empty()) {
-        copies_of_rows(tile, matrices.keys[x], p.key_value_storage, first, count, width, to);
-      }
+      copies_of_rows(tile, matrices.keys[x], p.key_value_storage, keys.begin, keys.end - keys.begin,
+                     width, copy + keys.begin * spread_row<T>(width));
       copy += size;
     });
   }
