@@ -225,11 +225,9 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
 
   /// partial: where dQᵀ of each tile is left, or nullptr if this is the only split.
   void run(int64_t tiles, float* partial) {
-    const int64_t group = p.query_heads / p.kv_heads;
-    const int64_t batch = head_ / p.kv_heads, kv_head = head_ % p.kv_heads;
     const bool need_query = params.grad_query.data != nullptr;
     for (int64_t t = 0; t < tiles; ++t) {
-      tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, t * kRows);
+      tile = RowTile<kRows>::of_head(p, head_, t);
       if (t == 0) pack_keys();
       if (partial != nullptr) m_.grad_query_t = partial + t * columns_ * kTileRows * kRows;
       if (need_query) set_to_zero(m_.grad_query_t, columns_ * kTileRows * kRows);
@@ -529,8 +527,7 @@ inline bool amx_backward_takes(const Problem<float>& p) {
 }
 
 inline int64_t amx_backward_row_tiles(const Problem<float>& p) {
-  constexpr int kRows = AmxBackwardMemory::kRows;
-  return (rows_of_kv_head(p) + kRows - 1) / kRows;
+  return RowTile<AmxBackwardMemory::kRows>::count_of_head(p);
 }
 
 inline int64_t amx_backward_scratch_bytes(const BackwardParams<float>& params) {
@@ -561,16 +558,13 @@ inline void amx_backward(const BackwardParams<float>& params, int64_t first_head
 /// dQ of one tile of rows: the parts of all splits, added in order.
 inline void amx_sum_grad_query(const BackwardParams<float>& params, int64_t first_head,
                                int64_t unit, void* scratch) {
-  constexpr int kRows = AmxBackwardMemory::kRows;
   const Problem<float>& p = params.problem;
   const int64_t tiles = amx_backward_row_tiles(p), size = amx_grad_query_size(p);
-  const int64_t head = first_head + unit / tiles, t = unit % tiles;
-  const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
+  const int64_t head = unit / tiles, t = unit % tiles;
   float* sum = static_cast<float*>(scratch);
-  add_splits(params, unit / tiles, tiles, t, size, sum);
-  const auto tile =
-      RowTile<kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, t * kRows);
-  write_grad_query(params, tile, sum);
+  add_splits(params, head, tiles, t, size, sum);
+  write_grad_query(params, RowTile<AmxBackwardMemory::kRows>::of_head(p, first_head + head, t),
+                   sum);
 }
 
 constexpr BFloat16BackwardKernels make_amx_backward_kernels() {

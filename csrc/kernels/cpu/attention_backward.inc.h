@@ -2,6 +2,7 @@
 
 #include "kernels/cpu/backward_tile.inc.h"
 #include "kernels/cpu/isa.h"
+#include "kernels/cpu/key_sums.inc.h"
 #include "kernels/cpu/mask_gradient.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 
@@ -67,39 +68,30 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
-/// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of c are `width` numbers, whole vectors.
+/// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of c have `width` numbers, whole
+/// vectors.
 template <class T, int kRows, class Sum>
 inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t b_row,
-                              int64_t width, Sum* c) {
+                              int64_t width, Sum* c, int64_t c_row) {
   using S = Simd<T>;
-  const auto columns = [&](auto vectors, auto broadcast, int64_t d) __attribute__((always_inline)) {
-    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b + d, b_row, c + d,
-                                            width);
+  constexpr int kMost = S::kOuterVectors, kHalf = (kMost + 2) / 2;
+  const auto columns = [&](auto vectors, auto broadcast) __attribute__((always_inline)) {
+    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b, b_row, c, c_row);
+    b += vectors() * S::kWidth;
+    c += vectors() * S::kWidth;
   };
-  int64_t vectors = width / S::kWidth;
-  int64_t d = 0;
-  for (; vectors >= S::kOuterVectors; vectors -= S::kOuterVectors) {
-    columns(Constant<S::kOuterVectors>{}, Constant<S::kOuterRows>{}, d);
-    d += S::kOuterVectors * S::kWidth;
+  int64_t left = width / S::kWidth;
+  for (; left >= kMost && left != kMost + 1; left -= kMost) {
+    columns(Constant<kMost>{}, Constant<S::kOuterRows>{});
   }
-  if (vectors == 3) columns(Constant<3>{}, Constant<S::kBroadcastRows>{}, d);
-  if (vectors == 2) columns(Constant<2>{}, Constant<S::kBroadcastRows>{}, d);
-  if (vectors == 1) columns(Constant<1>{}, Constant<S::kBroadcastRows>{}, d);
-}
-
-/// Rows of a dense [rows][from_row] to where a gradient has them, rounded if it is stored in 16
-/// bits.
-template <class T, class Stored>
-QKV_ONE_COPY void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t width,
-                             Stored* to, const Operand<T>& operand) {
-  using S = Simd<T>;
-  for (int64_t n = 0; n < rows; ++n, from += from_row, to += operand.row_stride) {
-    int64_t d = 0;
-    if (operand.column_stride == 1) {
-      for (; d + S::kWidth <= width; d += S::kWidth) store_rounded<T>(to + d, S::load(from + d));
-    }
-    for (; d < width; ++d) to[d * operand.column_stride] = rounded<Stored>(from[d]);
+  // One vector alone would leave most registers empty.
+  if (left == kMost + 1) {
+    columns(Constant<kHalf>{}, Constant<rows_together<T, kHalf>()>{});
+    left -= kHalf;
   }
+  if (left == 3) columns(Constant<3>{}, Constant<rows_together<T, 3>()>{});
+  if (left == 2) columns(Constant<2>{}, Constant<rows_together<T, 2>()>{});
+  if (left == 1) columns(Constant<1>{}, Constant<rows_together<T, 1>()>{});
 }
 
 template <class Scores, int kVectors, class T>
@@ -111,8 +103,6 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   const Problem<T>& p = params.problem;
   const int64_t head = first_head + unit / params.splits;
   const int64_t split = unit % params.splits;
-  const int64_t batch = head / p.kv_heads, kv_head = head % p.kv_heads;
-  const int64_t group = p.query_heads / p.kv_heads;
   const int64_t tiles = backward_row_tiles(p);
   const KeyRange keys = keys_of_split(params, split);
   const int64_t key_width = round_up_to_vector<T>(p.head_dim);
@@ -129,16 +119,19 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   T* query_rows = work.end_of_scratch;                         // [rows][D], scaled
   T* grad_out_rows = query_rows + kRows * query_row;           // [rows][Dv]
   T* own_grad_query_t = grad_out_rows + kRows * grad_out_row;  // [D][rows]
-  T* grad_key = own_grad_query_t + p.head_dim * kRows;         // [keys of the split][D]
-  T* grad_value = grad_key + (keys.end - keys.begin) * key_width;
-  T* copies_of_keys = grad_value + (keys.end - keys.begin) * value_width;
-  set_to_zero(grad_key, (keys.end - keys.begin) * (key_width + value_width));
+  T* key_sums = own_grad_query_t + p.head_dim * kRows;         // [keys of the split][D]
+  T* value_sums = key_sums + (keys.end - keys.begin) * key_width;
+  T* copies_of_keys = value_sums + (keys.end - keys.begin) * value_width;
+  const KeySums<T> grad_key(p, head, keys, p.head_dim, params.grad_key, key_sums);
+  const KeySums<T> grad_value(p, head, keys, p.value_dim, params.grad_value, value_sums);
+  if (need_key) grad_key.clear();
+  if (need_value) grad_value.clear();
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
   alignas(64) T slope_gradient[kRows];
 
   for (int64_t t = 0; t < tiles; ++t) {
-    work.tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, t * kRows);
+    work.tile = RowTile<kRows>::of_head(p, head, t);
     const RowTile<kRows>& tile = work.tile;
     T* grad_query_t = params.splits == 1
                           ? own_grad_query_t
@@ -174,27 +167,22 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       }
       if (p.softcap != T(0)) work.through_softcap(state, block);
 
-      T* block_grad_key = grad_key + (n - keys.begin) * key_width;
-      T* block_grad_value = grad_value + (n - keys.begin) * value_width;
+      const auto for_each_gradient = [&](auto add) __attribute__((always_inline)) {
+        if (need_value) add(work.p_tile, grad_out_rows, grad_out_row, grad_value);
+        if (need_key) add(work.ds_tile, query_rows, query_row, grad_key);
+      };
       if (partial && !rows_finite()) {
-        multiply_add_kept_rows<T, kRows>(block, work.p_tile, grad_out_rows, grad_out_row,
-                                         work.mask.bits, value_width, block_grad_value);
-        multiply_add_kept_rows<T, kRows>(block, work.ds_tile, query_rows, query_row, work.mask.bits,
-                                         key_width, block_grad_key);
+        for_each_gradient([&](const T* tile, const T* rows, int64_t row, const KeySums<T>& sums) {
+          multiply_add_kept_rows<T, kRows>(block, tile, rows, row, work.mask.bits, sums.width,
+                                           sums.of(n), sums.row);
+        });
       } else {
-        work.seen.for_each_strip(block, [&](KeyRange seen, int r, int rows) {
-          if (need_value) {
-            multiply_add_rows<T, kRows>(seen.end - seen.begin, rows,
-                                        work.p_tile + seen.begin * kRows + r,
-                                        grad_out_rows + r * grad_out_row, grad_out_row, value_width,
-                                        block_grad_value + seen.begin * value_width);
-          }
-          if (need_key) {
-            multiply_add_rows<T, kRows>(seen.end - seen.begin, rows,
-                                        work.ds_tile + seen.begin * kRows + r,
-                                        query_rows + r * query_row, query_row, key_width,
-                                        block_grad_key + seen.begin * key_width);
-          }
+        work.seen.for_each_strip(block, [&](KeyRange seen, int r, int count) {
+          for_each_gradient([&](const T* tile, const T* rows, int64_t row, const KeySums<T>& sums) {
+            multiply_add_rows<T, kRows>(seen.end - seen.begin, count, tile + seen.begin * kRows + r,
+                                        rows + r * row, row, sums.width, sums.of(n + seen.begin),
+                                        sums.row);
+          });
         });
       }
 
@@ -222,15 +210,8 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
     }
   }
 
-  const auto write = [&](const T* from, int64_t from_row, int64_t width, const Operand<T>& to) {
-    with_stored<T>(p.key_value_storage, [&](auto stored) {
-      auto* head_rows = work.tile.template stored_keys_of_head<decltype(stored)>(to);
-      write_rows(from, from_row, keys.end - keys.begin, width,
-                 head_rows + keys.begin * to.row_stride, to);
-    });
-  };
-  if (need_key) write(grad_key, key_width, p.head_dim, params.grad_key);
-  if (need_value) write(grad_value, value_width, p.value_dim, params.grad_value);
+  if (need_key) grad_key.write();
+  if (need_value) grad_value.write();
 }
 
 /// sum = dQᵀ of tile `t` of a head, `size` numbers: the parts of all splits, added in order. Heads
@@ -256,10 +237,7 @@ inline void sum_splits(const BackwardParams<T>& params, int64_t first_head, int6
   const Problem<T>& p = params.problem;
   const int64_t tiles = backward_row_tiles(p);
   const int64_t head = unit / tiles, t = unit % tiles;
-  const int64_t batch = (first_head + head) / p.kv_heads;
-  const int64_t kv_head = (first_head + head) % p.kv_heads;
-  const int64_t group = p.query_heads / p.kv_heads;
-  const auto tile = RowTile<kRows>::make(p, batch, kv_head, kv_head * group, group, t * kRows);
+  const auto tile = RowTile<kRows>::of_head(p, first_head + head, t);
 
   T* sum = static_cast<T*>(scratch);
   add_splits(params, head, tiles, t, size, sum);

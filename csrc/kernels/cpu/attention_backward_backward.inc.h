@@ -54,9 +54,7 @@ struct KeyGradients {
   void write(const BackwardParams<T>& backward, int64_t head, KeyRange range) const {
     using S = Simd<T>;
     const Problem<T>& p = backward.problem;
-    const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
-    const auto tile =
-        RowTile<1>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, /*first_row=*/0);
+    const auto tile = RowTile<1>::of_head(p, head, 0);
     const auto write_to = [&](const T* from, int64_t width, int64_t columns, const Operand<T>& to) {
       if (to.data == nullptr) return;
       with_stored<T>(p.key_value_storage, [&](auto stored) {
@@ -139,10 +137,8 @@ class SecondOrderUnit {
   /// Under a causal mask every so many tiles see as many keys as others do.
   void run() {
     if (of_keys_needed_) set_to_zero(of_keys_.grad_key, KeyGradients<T>::size(p_));
-    const int64_t group = p_.query_heads / p_.kv_heads, kv_head = head_ % p_.kv_heads;
-    for (int64_t t = split_; t < Work::tiles_of_head(p_); t += params_.splits) {
-      work_.tile =
-          RowTile<kRows>::make(p_, head_ / p_.kv_heads, kv_head, kv_head * group, group, t * kRows);
+    for (int64_t t = split_; t < RowTile<kRows>::count_of_head(p_); t += params_.splits) {
+      work_.tile = RowTile<kRows>::of_head(p_, head_, t);
       keys_ = work_.keys_of_rows();
       first_key_ = keys_.empty() ? 0 : Products::first_key(keys_.begin);
       if (!keys_.empty()) work_.load_operands();

@@ -19,16 +19,11 @@ namespace qkv::kernels::QKV_ISA {
 
 constexpr int64_t kKeysOfForwardSplit = 1024;  // at least
 
-template <class Source, class T>
-inline int64_t forward_tiles_per_head(const Problem<T>& problem) {
-  return (rows_of_kv_head(problem) + Source::kRows - 1) / Source::kRows;
-}
-
 /// Ranges that the keys of a tile are cut into: the more, the fewer tiles a head has.
 template <class Source, class T>
 inline int64_t forward_splits(const Problem<T>& problem) {
   const int64_t most = problem.keys / kKeysOfForwardSplit;
-  const int64_t tiles = forward_tiles_per_head<Source>(problem);
+  const int64_t tiles = RowTile<Source::kRows>::count_of_head(problem);
   const int64_t splits = (most > kMaxForwardSplits ? kMaxForwardSplits : most) / tiles;
   return splits < 1 ? 1 : splits;
 }
@@ -87,7 +82,7 @@ inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t thr
   const Problem<T>& p = params.problem;
   const bool share = shares_turns<Source>(p);
   if (!share && !is_large_head<Source>(p)) return 1;
-  const int64_t tiles = forward_tiles_per_head<Source>(p);
+  const int64_t tiles = RowTile<Source::kRows>::count_of_head(p);
   const int64_t of_thread = p.batch * p.kv_heads * tiles * forward_splits<Source>(p) / threads;
   const auto leaving = [of_thread](int64_t units, int64_t most) {
     return of_thread / units < most ? of_thread / units : most;
@@ -101,7 +96,7 @@ inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t thr
 template <class Source, class T>
 inline int64_t forward_units(const ForwardParams<T>& params, int64_t in_turn) {
   const Problem<T>& p = params.problem;
-  const int64_t tiles = (forward_tiles_per_head<Source>(p) + in_turn - 1) / in_turn;
+  const int64_t tiles = (RowTile<Source::kRows>::count_of_head(p) + in_turn - 1) / in_turn;
   return p.batch * p.kv_heads * tiles * forward_splits<Source>(p);
 }
 
@@ -117,8 +112,8 @@ inline int64_t forward_partial_size(const ForwardParams<T>& params) {
 template <class Source, class T>
 inline T* partial_of_tile(const ForwardParams<T>& params, int64_t head, int64_t split, int64_t t) {
   const Problem<T>& p = params.problem;
-  const int64_t row =
-      (head * forward_splits<Source>(p) + split) * rows_of_kv_head(p) + t * Source::kRows;
+  const int64_t row = (head * forward_splits<Source>(p) + split) * rows_of_kv_head(p) +
+                      RowTile<Source::kRows>::first_row_of(p, t);
   return params.partial + row * partial_row(p);
 }
 
@@ -130,9 +125,9 @@ struct TileInTurn {
   RowTile<Source::kRows> rows;
   ForwardTile<Source> tile;
 
-  TileInTurn(const ForwardParams<T>& params, int64_t batch, int64_t kv_head, int64_t t,
-             KeyRange keys, bool fetches, const typename Source::Turn& turn, void* block)
-      : rows(rows_of(params.problem, batch, kv_head, t)),
+  TileInTurn(const ForwardParams<T>& params, int64_t head, int64_t t, KeyRange keys, bool fetches,
+             const typename Source::Turn& turn, void* block)
+      : rows(RowTile<Source::kRows>::of_head(params.problem, head, t)),
         tile(params, rows, keys, fetches, turn, reinterpret_cast<char*>(this) + kBytes, block) {}
 
   static void* operator new(decltype(sizeof(0)), char* where) { return where; }
@@ -145,13 +140,6 @@ struct TileInTurn {
  private:
   static constexpr int64_t kBytes =
       (sizeof(RowTile<Source::kRows>) + sizeof(ForwardTile<Source>) + 127) / 64 * 64;
-
-  static RowTile<Source::kRows> rows_of(const Problem<T>& p, int64_t batch, int64_t kv_head,
-                                        int64_t t) {
-    const int64_t group = p.query_heads / p.kv_heads;
-    return RowTile<Source::kRows>::make(p, batch, kv_head, kv_head * group, group,
-                                        t * Source::kRows);
-  }
 };
 
 /// Of a block, of tiles that take turns, of what these share.
@@ -167,11 +155,10 @@ inline int64_t forward_scratch_bytes(const ForwardParams<T>& params, int64_t in_
 
 /// Up to kFewRows rows and some of their keys: to partial, or merged at once if it is nullptr.
 template <class Source, class T>
-inline void forward_few_rows(const ForwardParams<T>& params, int64_t batch, int64_t kv_head,
-                             KeyRange keys, T* partial, T* scratch) {
+inline void forward_few_rows(const ForwardParams<T>& params, int64_t head, KeyRange keys,
+                             T* partial, T* scratch) {
   const Problem<T>& p = params.problem;
-  const int64_t group = p.query_heads / p.kv_heads;
-  const auto tile = RowTile<Simd<T>::kWidth>::make(p, batch, kv_head, kv_head * group, group, 0);
+  const auto tile = RowTile<Simd<T>::kWidth>::of_head(p, head, 0);
   T* result = partial != nullptr ? partial : scratch;
   T* rest = partial != nullptr ? scratch : scratch + rows_of_kv_head(p) * partial_row(p);
   Source::with_few_rows(p.key_value_storage, [&](auto stored, auto products) {
@@ -199,16 +186,16 @@ template <class Source, class T>
 inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, int64_t unit,
                               void* scratch) {
   const Problem<T>& p = params.problem;
-  const int64_t tiles = forward_tiles_per_head<Source>(p), splits = forward_splits<Source>(p);
+  const int64_t tiles = RowTile<Source::kRows>::count_of_head(p),
+                splits = forward_splits<Source>(p);
   const int64_t turns = (tiles + in_turn - 1) / in_turn;
   const int64_t split = unit % splits, turn = turns - 1 - unit / splits % turns;
   const int64_t head = unit / splits / turns;
-  const int64_t batch = head / p.kv_heads, kv_head = head % p.kv_heads;
   const KeyRange keys = keys_of_forward_split<Source>(p, split);
   if constexpr (Source::kTakesFewRows) {
     if (rows_of_kv_head(p) <= kFewRows<T>) {
       T* partial = splits == 1 ? nullptr : partial_of_tile<Source>(params, head, split, 0);
-      forward_few_rows<Source>(params, batch, kv_head, keys, partial, static_cast<T*>(scratch));
+      forward_few_rows<Source>(params, head, keys, partial, static_cast<T*>(scratch));
       return;
     }
   }
@@ -220,7 +207,7 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   typename Source::Turn shared(p, memory + in_turn * Tile::bytes(p));
   for (int64_t i = 0; i < count; ++i, memory += Tile::bytes(p)) {
     const bool fetches = i == 0 && first_tile_fetches<Source>(p, count);
-    tile[i] = new (memory) Tile(params, batch, kv_head, first + i, keys, fetches, shared, scratch);
+    tile[i] = new (memory) Tile(params, head, first + i, keys, fetches, shared, scratch);
   }
   const int64_t step = count == 1 ? p.keys : keys_of_turn<Source>(p);
   for (int64_t end = keys.begin; end < keys.end;) {
@@ -245,10 +232,8 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
 template <class Source, class T>
 inline void merge_forward(const ForwardParams<T>& params, int64_t head) {
   const Problem<T>& p = params.problem;
-  const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
-  for (int64_t t = 0; t < forward_tiles_per_head<Source>(p); ++t) {
-    const auto tile = RowTile<Source::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group,
-                                                   group, t * Source::kRows);
+  for (int64_t t = 0; t < RowTile<Source::kRows>::count_of_head(p); ++t) {
+    const auto tile = RowTile<Source::kRows>::of_head(p, head, t);
     merge(params, tile, forward_splits<Source>(p), partial_of_tile<Source>(params, head, 0, t));
   }
 }
@@ -263,7 +248,7 @@ inline int64_t forward_prepared_bytes(const ForwardParams<T>& params) {
 template <class Source, class T>
 inline void prepare_forward(const ForwardParams<T>& params, int64_t head) {
   const Problem<T>& p = params.problem;
-  Source::prepare(p, RowTile<1>::make(p, head / p.kv_heads, head % p.kv_heads, 0, 1, 0),
+  Source::prepare(p, RowTile<1>::of_head(p, head, 0),
                   static_cast<char*>(params.prepared) + head * Source::prepared_bytes(p));
 }
 

@@ -110,7 +110,7 @@ struct OutputTangent {
 template <class Products, class T>
 inline int64_t jvp_units(const JvpParams<T>& params) {
   const Problem<T>& p = params.problem;
-  return p.batch * p.kv_heads * TangentTile<Products>::tiles_of_head(p);
+  return p.batch * p.kv_heads * RowTile<Products::kRows>::count_of_head(p);
 }
 
 template <class T>
@@ -131,11 +131,7 @@ inline void* of_head(void* prepared, int64_t head, int64_t bytes) {
 
 template <class Products, class T>
 inline void prepare_head(const TangentMatrices<T>& matrices, int64_t head, void* prepared) {
-  const Problem<T>& p = matrices.p;
-  const int64_t group = p.query_heads / p.kv_heads, kv_head = head % p.kv_heads;
-  Products::prepare(matrices,
-                    RowTile<Products::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group,
-                                                   group, /*first_row=*/0),
+  Products::prepare(matrices, RowTile<Products::kRows>::of_head(matrices.p, head, 0),
                     of_head(prepared, head, Products::prepared_bytes(matrices)));
 }
 
@@ -157,15 +153,12 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
   using Work = TangentTile<Products>;
   const Problem<T>& p = params.problem;
   const Directions<T>& along = params.directions;
-  const int64_t tiles = Work::tiles_of_head(p), group = p.query_heads / p.kv_heads;
-  const int64_t head = unit / tiles, kv_head = head % p.kv_heads;
-  const int64_t first_row = (tiles - 1 - unit % tiles) * Work::kRows;
+  const int64_t tiles = RowTile<Work::kRows>::count_of_head(p), head = unit / tiles;
 
   Work work(matrices_of(params), along, params.lse, params.lse_rest,
             of_head(prepared, head, jvp_prepared_bytes<Products>(params)),
             static_cast<T*>(scratch));
-  work.tile =
-      RowTile<Work::kRows>::make(p, head / p.kv_heads, kv_head, kv_head * group, group, first_row);
+  work.tile = RowTile<Work::kRows>::of_head(p, head, tiles - 1 - unit % tiles);
   OutputTangent<Products> output(work, work.end_of_scratch);
   output.start();
 

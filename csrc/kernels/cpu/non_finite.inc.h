@@ -68,18 +68,18 @@ inline void multiply_add_kept_keys(int64_t keys, int64_t width, const T* a, int6
   }
 }
 
-/// c[n][d] += sum over the rows r that keep key n of a[n][r] · b[r][d]; rows of c are `width`
+/// c[n][d] += sum over the rows r that keep key n of a[n][r] · b[r][d]; rows of c have `width`
 /// numbers, whole vectors
 template <class T, int kRows>
 inline void multiply_add_kept_rows(int64_t keys, const T* a, const T* b, int64_t b_row,
-                                   const uint8_t* bits, int64_t width, T* c) {
+                                   const uint8_t* bits, int64_t width, T* c, int64_t c_row) {
   using S = Simd<T>;
   for (int64_t n = 0; n < keys; ++n) {
     for (int r = 0; r < kRows; ++r) {
       if ((bits[n / 8 * kRows + r] >> (n % 8) & 1) == 0) continue;
       const auto a_nr = S::set(a[n * kRows + r]);
       for (int64_t d = 0; d < width; d += S::kWidth) {
-        T* c_n = c + n * width + d;
+        T* c_n = c + n * c_row + d;
         S::store(c_n, S::fma(a_nr, S::load(b + r * b_row + d), S::load(c_n)));
       }
     }

@@ -70,7 +70,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
       round_rows(a + r, keys, rows, tile_pairs_ + r / 2);
       multiply_add_rows<BFloat16Pair, kRows / 2>(
           keys.end - keys.begin, pairs_of(rows), tile_pairs_ + (keys.begin * kRows + r) / 2,
-          packed_rows(y) + r / 2 * row, row, row, c + keys.begin * row);
+          packed_rows(y) + r / 2 * row, row, row, c + keys.begin * row, row);
     });
     if (!rows_finite_[y]) add_non_finite_rows(y, a, c);
   }

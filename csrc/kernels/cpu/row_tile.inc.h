@@ -11,7 +11,9 @@
 //     query        0    0    0    1    1    1
 //     head         h0  h0+1 h0+2  h0  h0+1 h0+2
 //
-// Rows lie in the lanes of vectors: a tile of 48 rows is 3 vectors of 16 floats.
+// Rows lie in the lanes of vectors: a tile of 48 rows is 3 vectors of 16 floats. Where a head's
+// vectors do not fill its tiles, the first one has fewer: under a causal mask those are the rows
+// that see the fewest keys, and kernels go through tiles of few vectors at less of their speed.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -56,16 +58,41 @@ struct RowTile {
   int64_t first_query() const { return query[0]; }
   int64_t last_query() const { return query[rows - 1]; }
 
-  /// Packed rows first_row .. of the query heads first_head .. first_head + group.
+  /// Tiles that the rows of a key/value head are cut into.
+  template <class T>
+  static int64_t count_of_head(const Problem<T>& problem) {
+    return (rows_of_kv_head(problem) + kRows - 1) / kRows;
+  }
+
+  /// The first row of tile t; its end is that of the next one.
+  template <class T>
+  static int64_t first_row_of(const Problem<T>& problem, int64_t t) {
+    if (t == 0) return 0;
+    constexpr int64_t kLanes = kRows < Simd<T>::kWidth ? kRows : Simd<T>::kWidth;
+    const int64_t whole_vectors = (rows_of_kv_head(problem) + kLanes - 1) / kLanes * kLanes;
+    return whole_vectors - (count_of_head(problem) - t) * kRows;
+  }
+
+  /// Tile t of key/value head `head`, of those of all batch elements.
+  template <class T>
+  static RowTile of_head(const Problem<T>& problem, int64_t head, int64_t t) {
+    const int64_t kv_head = head % problem.kv_heads;
+    const int64_t group = problem.query_heads / problem.kv_heads;
+    const int64_t first = first_row_of(problem, t), end = first_row_of(problem, t + 1);
+    return make(problem, head / problem.kv_heads, kv_head, kv_head * group, group, first,
+                static_cast<int>(end - first));
+  }
+
+  /// Packed rows first_row .., at most `most`, of the query heads first_head .. first_head + group.
   template <class T>
   static RowTile make(const Problem<T>& problem, int64_t batch, int64_t kv_head, int64_t first_head,
-                      int64_t group, int64_t first_row) {
+                      int64_t group, int64_t first_row, int most = kRows) {
     RowTile tile;
     tile.batch = batch_index(problem, batch);
     tile.batch_number = batch;
     tile.kv_head = kv_head;
     const int64_t left = group * problem.queries - first_row;
-    tile.rows = left < kRows ? static_cast<int>(left) : kRows;
+    tile.rows = left < most ? static_cast<int>(left) : most;
     int64_t query = first_row / group, of_group = first_row % group;
     for (int r = 0; r < tile.rows; ++r) {
       tile.query[r] = query;

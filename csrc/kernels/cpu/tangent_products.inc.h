@@ -179,11 +179,11 @@ class VectorProducts {
       rows_finite_[y] = all_finite<T>(rows_[y], row, kRows, m_.width(y));
     }
     if (block_.state == TileState::kPartial && !rows_finite_[y]) {
-      multiply_add_kept_rows<T, kRows>(block_.keys, a, rows_[y], row, block_.bits, width, c);
+      multiply_add_kept_rows<T, kRows>(block_.keys, a, rows_[y], row, block_.bits, width, c, width);
     } else {
       seen_.for_each_strip(block_.keys, [&](KeyRange keys, int r, int rows) {
         multiply_add_rows<T, kRows>(keys.end - keys.begin, rows, a + keys.begin * kRows + r,
-                                    rows_[y] + r * row, row, width, c + keys.begin * width);
+                                    rows_[y] + r * row, row, width, c + keys.begin * width, width);
       });
     }
   }

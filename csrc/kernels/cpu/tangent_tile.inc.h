@@ -99,10 +99,6 @@ struct TangentTile {
     state = reinterpret_cast<TileState*>(stays + kTile / 8);
   }
 
-  static int64_t tiles_of_head(const Problem<T>& p) {
-    return (rows_of_kv_head(p) + kRows - 1) / kRows;
-  }
-
   /// Whether there is an S'.
   bool scores_move() const {
     return along.query.data != nullptr || along.key.data != nullptr ||

@@ -1,0 +1,78 @@
+#pragma once
+
+#include "kernels/band.h"
+#include "kernels/cpu/block_rows.inc.h"
+#include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/row_tile.inc.h"
+
+// The gradient of some keys of a head, or of their values, while tiles of rows add to it. Its rows
+// are whole vectors: where the gradient has such rows, it is summed up there, else in scratch.
+
+namespace qkv::kernels::QKV_ISA {
+
+/// Rows of a dense [rows][from_row] to where a gradient has them, rounded if it is stored in 16
+/// bits.
+template <class T, class Stored>
+QKV_ONE_COPY void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t width,
+                             Stored* to, const Operand<T>& operand) {
+  using S = Simd<T>;
+  for (int64_t n = 0; n < rows; ++n, from += from_row, to += operand.row_stride) {
+    int64_t d = 0;
+    if (operand.column_stride == 1) {
+      for (; d + S::kWidth <= width; d += S::kWidth) store_rounded<T>(to + d, S::load(from + d));
+    }
+    for (; d < width; ++d) to[d * operand.column_stride] = rounded<Stored>(from[d]);
+  }
+}
+
+template <class T>
+class KeySums {
+ public:
+  int64_t width;  // of a row, whole vectors
+  int64_t row;    // numbers from one to the next
+
+  /// `columns` are those of the gradient, `scratch` has room for all rows.
+  KeySums(const Problem<T>& p, int64_t head, KeyRange keys, int64_t columns,
+          const Operand<T>& gradient, T* scratch)
+      : width(round_up_to_vector<T>(columns)),
+        row(width),
+        p_(p),
+        tile_(RowTile<1>::of_head(p, head, 0)),
+        keys_(keys),
+        columns_(columns),
+        gradient_(gradient),
+        first_(scratch) {
+    in_place_ = gradient.data != nullptr && p.key_value_storage == Storage::kSame && gradient.column_stride == 1 &&
+                columns == width && !shares_sets<T>(gradient.row_stride);
+    if (!in_place_) return;
+    row = gradient.row_stride;
+    first_ = tile_.keys_of_head(gradient) + keys.begin * row;
+  }
+
+  T* of(int64_t key) const { return first_ + (key - keys_.begin) * row; }
+
+  void clear() const {
+    for (int64_t n = keys_.begin; n < keys_.end; ++n) set_to_zero(of(n), width);
+  }
+
+  /// To the gradient, unless they are there.
+  void write() const {
+    if (in_place_) return;
+    with_stored<T>(p_.key_value_storage, [&](auto stored) {
+      auto* of_head = tile_.template stored_keys_of_head<decltype(stored)>(gradient_);
+      write_rows(first_, row, keys_.end - keys_.begin, columns_,
+                 of_head + keys_.begin * gradient_.row_stride, gradient_);
+    });
+  }
+
+ private:
+  const Problem<T>& p_;
+  RowTile<1> tile_;
+  KeyRange keys_;
+  int64_t columns_;
+  const Operand<T>& gradient_;
+  T* first_;
+  bool in_place_;
+};
+
+}  // namespace qkv::kernels::QKV_ISA
