@@ -18,10 +18,10 @@ namespace qkv::cpu {
 /// in size; or a few at a time, if there are many. No result depends on which thread ran what.
 class Units {
  public:
-  explicit Units(int64_t count)
-      : count_(count),
-        workers_(std::min<int64_t>(count, at::get_num_threads())),
-        few_(std::max<int64_t>(count / (std::max<int64_t>(workers_, 1) * 64), 1)) {}
+  Units(int64_t count, bool one_by_one)
+      : count_(count), workers_(std::min<int64_t>(count, at::get_num_threads())) {
+    if (!one_by_one && workers_ > 0) few_ = std::max<int64_t>(count / (workers_ * 64), 1);
+  }
 
   int64_t workers() const { return workers_; }
 
@@ -35,24 +35,27 @@ class Units {
   }
 
  private:
-  int64_t count_, workers_, few_;
+  int64_t count_, workers_;
+  int64_t few_ = 1;
   std::atomic<int64_t> next_{0};
 };
 
 /// Runs work(unit, scratch) for every unit, on as many threads as torch has.
 template <class Work>
 void for_each_unit(int64_t count, int64_t scratch_bytes, const Work& work) {
-  Units units(count);
+  Units units(count, /*one_by_one=*/false);
   at::parallel_for(0, units.workers(), 1, [&](int64_t, int64_t) {
     const auto scratch = c10::GetCPUAllocator()->allocate(scratch_bytes);
     units.run(scratch.get(), work);
   });
 }
 
-/// The same with scratch that other loops use before or after.
+/// The same with scratch that other loops use before or after. one_by_one: if there are many units,
+/// a few next to each other may still be much of the work.
 template <class Work>
-void for_each_unit(int64_t count, int64_t scratch_bytes, Workspace& workspace, const Work& work) {
-  Units units(count);
+void for_each_unit(int64_t count, int64_t scratch_bytes, Workspace& workspace, const Work& work,
+                   bool one_by_one = false) {
+  Units units(count, one_by_one);
   at::parallel_for(0, units.workers(), 1, [&](int64_t worker, int64_t) {
     units.run(workspace.of_worker(worker, scratch_bytes), work);
   });

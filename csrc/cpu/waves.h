@@ -40,7 +40,7 @@ class Waves {
       while (done.load(std::memory_order_acquire) < all) std::this_thread::yield();
     };
     const bool waits = waves_.size() > 1 || waves_[0].sums > 0;
-    for_each_unit(size_, scratch_bytes, workspace, [&](int64_t at, void* scratch) {
+    const auto work = [&](int64_t at, void* scratch) {
       const Stretch& stretch = stretch_of(at);
       const int64_t wave = stretch.wave, unit = at - stretch.begin;
       if (stretch.sums) {
@@ -53,7 +53,10 @@ class Waves {
         fill(wave, unit, scratch);
         if (waits) filled[wave].fetch_add(1, std::memory_order_release);
       }
-    });
+    };
+    // One thread would fill a wave while others wait, if it took it with the many small sums
+    // before.
+    for_each_unit(size_, scratch_bytes, workspace, work, /*one_by_one=*/waits);
   }
 
  private:

@@ -5,10 +5,13 @@
 #include <qkv/qkv.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <barrier>
+#include <chrono>
 #include <functional>
 #include <thread>
 
+#include "cpu/waves.h"
 #include "samples.h"
 
 namespace {
@@ -72,6 +75,32 @@ TEST(Threads, EachWithOtherOptions) {
   }
   ASSERT_GT(calls.size(), 40u);
   expect_the_bits_of_one_after_the_other(calls);
+}
+
+/// However many small sums there are, no thread keeps for itself what fills a wave: here both parts
+/// of one wait for each other.
+TEST(Threads, FillEachWaveTogether) {
+  constexpr int64_t kWaves = 4, kFills = 2, kSums = 400;
+  const int before = at::get_num_threads();
+  at::set_num_threads(kFills);
+  qkv::cpu::Waves waves(/*in_order=*/false);
+  for (int64_t w = 0; w < kWaves; ++w) waves.add(kFills, kSums);
+  std::atomic<int64_t> begun[kWaves] = {}, alone{0}, summed{0};
+  qkv::cpu::Workspace workspace;
+  waves.run(
+      0, workspace,
+      [&](int64_t wave, int64_t, void*) {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+        ++begun[wave];
+        while (begun[wave] < kFills && std::chrono::steady_clock::now() < end) {
+          std::this_thread::yield();
+        }
+        if (begun[wave] < kFills) ++alone;
+      },
+      [&](int64_t, int64_t, void*) { ++summed; });
+  at::set_num_threads(before);
+  EXPECT_EQ(alone, 0);
+  EXPECT_EQ(summed, kWaves * kSums);
 }
 
 /// Grad mode, inference mode and autocast belong to a thread.

@@ -42,8 +42,9 @@ class KeySums {
         columns_(columns),
         gradient_(gradient),
         first_(scratch) {
-    in_place_ = gradient.data != nullptr && p.key_value_storage == Storage::kSame && gradient.column_stride == 1 &&
-                columns == width && !shares_sets<T>(gradient.row_stride);
+    in_place_ = gradient.data != nullptr && p.key_value_storage == Storage::kSame &&
+                gradient.column_stride == 1 && columns == width &&
+                !shares_sets<T>(gradient.row_stride);
     if (!in_place_) return;
     row = gradient.row_stride;
     first_ = tile_.keys_of_head(gradient) + keys.begin * row;
