@@ -54,8 +54,7 @@ class Waves {
         if (waits) filled[wave].fetch_add(1, std::memory_order_release);
       }
     };
-    // One thread would fill a wave while others wait, if it took it with the many small sums
-    // before.
+    // A thread that took a few, as many as there are, could take all that fills a wave.
     for_each_unit(size_, scratch_bytes, workspace, work, /*one_by_one=*/waits);
   }
 

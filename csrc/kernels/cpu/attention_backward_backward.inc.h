@@ -54,14 +54,9 @@ struct KeyGradients {
   void write(const BackwardParams<T>& backward, int64_t head, KeyRange range) const {
     using S = Simd<T>;
     const Problem<T>& p = backward.problem;
-    const auto tile = RowTile<1>::of_head(p, head, 0);
     const auto write_to = [&](const T* from, int64_t width, int64_t columns, const Operand<T>& to) {
       if (to.data == nullptr) return;
-      with_stored<T>(p.key_value_storage, [&](auto stored) {
-        auto* head_rows = tile.template stored_keys_of_head<decltype(stored)>(to);
-        write_rows(from + range.begin * width, width, range.end - range.begin, columns,
-                   head_rows + range.begin * to.row_stride, to);
-      });
+      write_rows_of_keys(p, head, range, columns, from + range.begin * width, width, to);
     };
     const auto scale = S::set(p.scale);
     for (int64_t x = range.begin * key_width; x < range.end * key_width; x += S::kWidth) {

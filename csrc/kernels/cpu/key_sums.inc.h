@@ -10,8 +10,6 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Rows of a dense [rows][from_row] to where a gradient has them, rounded if it is stored in 16
-/// bits.
 template <class T, class Stored>
 QKV_ONE_COPY void write_rows(const T* from, int64_t from_row, int64_t rows, int64_t width,
                              Stored* to, const Operand<T>& operand) {
@@ -23,6 +21,19 @@ QKV_ONE_COPY void write_rows(const T* from, int64_t from_row, int64_t rows, int6
     }
     for (; d < width; ++d) to[d * operand.column_stride] = rounded<Stored>(from[d]);
   }
+}
+
+/// Sums [keys][from_row] of some keys of a head to where a gradient with `columns` has them,
+/// rounded if it is stored in 16 bits.
+template <class T>
+inline void write_rows_of_keys(const Problem<T>& p, int64_t head, KeyRange keys, int64_t columns,
+                               const T* from, int64_t from_row, const Operand<T>& gradient) {
+  const auto tile = RowTile<1>::of_head(p, head, 0);
+  with_stored<T>(p.key_value_storage, [&](auto stored) {
+    auto* of_head = tile.template stored_keys_of_head<decltype(stored)>(gradient);
+    write_rows(from, from_row, keys.end - keys.begin, columns,
+               of_head + keys.begin * gradient.row_stride, gradient);
+  });
 }
 
 template <class T>
@@ -37,7 +48,7 @@ class KeySums {
       : width(round_up_to_vector<T>(columns)),
         row(width),
         p_(p),
-        tile_(RowTile<1>::of_head(p, head, 0)),
+        head_(head),
         keys_(keys),
         columns_(columns),
         gradient_(gradient),
@@ -47,7 +58,7 @@ class KeySums {
                 !shares_sets<T>(gradient.row_stride);
     if (!in_place_) return;
     row = gradient.row_stride;
-    first_ = tile_.keys_of_head(gradient) + keys.begin * row;
+    first_ = RowTile<1>::of_head(p, head, 0).keys_of_head(gradient) + keys.begin * row;
   }
 
   T* of(int64_t key) const { return first_ + (key - keys_.begin) * row; }
@@ -58,17 +69,12 @@ class KeySums {
 
   /// To the gradient, unless they are there.
   void write() const {
-    if (in_place_) return;
-    with_stored<T>(p_.key_value_storage, [&](auto stored) {
-      auto* of_head = tile_.template stored_keys_of_head<decltype(stored)>(gradient_);
-      write_rows(first_, row, keys_.end - keys_.begin, columns_,
-                 of_head + keys_.begin * gradient_.row_stride, gradient_);
-    });
+    if (!in_place_) write_rows_of_keys(p_, head_, keys_, columns_, first_, row, gradient_);
   }
 
  private:
   const Problem<T>& p_;
-  RowTile<1> tile_;
+  int64_t head_;
   KeyRange keys_;
   int64_t columns_;
   const Operand<T>& gradient_;

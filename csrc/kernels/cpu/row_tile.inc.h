@@ -64,7 +64,7 @@ struct RowTile {
     return (rows_of_kv_head(problem) + kRows - 1) / kRows;
   }
 
-  /// The first row of tile t; its end is that of the next one.
+  /// The first row of tile t, which ends where the next one would begin, or with the last row.
   template <class T>
   static int64_t first_row_of(const Problem<T>& problem, int64_t t) {
     if (t == 0) return 0;
