@@ -188,3 +188,24 @@ def allowed_in_16_bits(define, sample, exact, expected):
             rounding = 2 * rounding + (e.to(dtype).double() - e).abs()  # as for TOLERANCE
             allowed[name] = max(allowed[name], largest(rounding))
     return allowed
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_sums_over_many_keys(rows):
+    """Terms of one sign: errors of a single running sum would add up to 1e-5."""
+    n = 2**15
+    query, key, value = torch.randn(1, rows, 64), torch.randn(1, n, 64), torch.rand(1, n, 64)
+    expected = definition.attention_at_once(query.double(), key.double(), value.double())[0]
+    assert_near("output", qkv.attention(query, key, value), expected, TOLERANCE[torch.float32])
+
+
+def test_sums_over_many_rows():
+    m = 2**15
+    query, grad = torch.randn(1, m, 64), torch.rand(1, m, 64)
+    key, value = (torch.randn(1, 32, 64, requires_grad=True) for _ in range(2))
+    found = torch.autograd.grad(qkv.attention(query, key, value), (key, value), grad)
+    exact = [x.detach().double().requires_grad_() for x in (key, value)]
+    out = definition.attention_at_once(query.double(), *exact)[0]
+    expected = torch.autograd.grad(out, exact, grad.double())
+    for name, f, e in zip(("key", "value"), found, expected):
+        assert_near(f"gradient of {name}", f, e, TOLERANCE[torch.float32])

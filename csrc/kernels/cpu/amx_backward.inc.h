@@ -146,13 +146,13 @@ template <int kRows>
 inline bool pack_rows(const RowTile<kRows>& tile, const Operand<const float>& x, int64_t width,
                       BFloat16* columns, BFloat16* rows) {
   constexpr int64_t kTile = kTileRows * kTileDepth;
+  const auto rows_of_x = tile.template stored_rows_in<BFloat16>(x);
   bool all_finite = true;
   for (int g = 0; g * kSquare < tile.rows; ++g) {
     const BFloat16* halves[2][kTileRows];
     for (int l = 0; l < kSquare; ++l) {
       const int r = g * kSquare + l;
-      halves[l / kTileRows][l % kTileRows] =
-          r < tile.rows ? tile.template stored_row<BFloat16>(x, r) : nullptr;
+      halves[l / kTileRows][l % kTileRows] = r < tile.rows ? rows_of_x[r] : nullptr;
     }
     for (int half = 0; half < 2; ++half) {
       pack_pairs_of_columns(halves[half], width, 1,
@@ -275,10 +275,11 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     rows_finite_ = pack_rows(tile, p.query, p.head_dim, m_.query_columns, m_.query_rows);
     rows_finite_ &=
         pack_rows(tile, params.grad_out, p.value_dim, m_.grad_out_columns, m_.grad_out_rows);
-    load_numbers([this](int r) {
-      return dot_with_exact<float>(tile.stored_row<BFloat16>(params.grad_out, r),
-                                   tile.stored_row<BFloat16>(params.out, r),
-                                   tile.stored_row<BFloat16>(params.out_rest, r), p.value_dim);
+    const auto grad_out = tile.stored_rows_in<BFloat16>(params.grad_out),
+               out = tile.stored_rows_in<BFloat16>(params.out),
+               out_rest = tile.stored_rows_in<BFloat16>(params.out_rest);
+    load_numbers([&](int r) {
+      return dot_with_exact<float>(grad_out[r], out[r], out_rest[r], p.value_dim);
     });
   }
 

@@ -86,6 +86,8 @@ struct OutputTangent {
   void write(const JvpParams<T>& params) {
     const auto& tile = work.tile;
     const Problem<T>& p = work.p;
+    const auto out_rows = tile.rows_in(params.out);
+    const auto out_t_rows = tile.rows_in(params.out_t);
     for (int r = 0; r < tile.rows; ++r) {
       const int64_t scalar = tile.scalar(p, r);
       T of_out = rounds ? rounded[r] : lse_t[r];
@@ -97,8 +99,8 @@ struct OutputTangent {
         of_out += moved;
       }
       params.lse_t[scalar] = lse_t[r];
-      const T* out = tile.row(params.out, r);
-      T* to = tile.row(params.out_t, r);
+      const T* out = out_rows[r];
+      T* to = out_t_rows[r];
       for (int64_t d = 0; d < p.value_dim; ++d) {
         to[d * params.out_t.column_stride] = out_t[d * kRows + r] - of_out * out[d];
       }

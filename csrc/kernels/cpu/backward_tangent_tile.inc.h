@@ -73,14 +73,15 @@ struct BackwardTangentTile : TangentTile<Products> {
   QKV_ONE_COPY void load_numbers() {
     const BackwardParams<T>& backward = second.backward;
     for (int r = 0; r < kRows; ++r) lse_t[r] = delta[r] = delta_t[r] = T(0);
+    const auto out = tile.rows_in(backward.out), out_t = tile.rows_in(second.out_t);
     with_stored<T>(p.key_value_storage, [&](auto stored) {
+      const auto grad_out = tile.template stored_rows_in<decltype(stored)>(backward.grad_out);
       for (int r = 0; r < tile.rows; ++r) {
         const int64_t scalar = tile.scalar(p, r);
-        const auto* grad = tile.template stored_row<decltype(stored)>(backward.grad_out, r);
         lse_t[r] = second.lse_t[scalar];
-        delta[r] = dot<T>(grad, tile.row(backward.out, r), p.value_dim);
+        delta[r] = dot<T>(grad_out[r], out[r], p.value_dim);
         if (backward.grad_lse != nullptr) delta[r] -= backward.grad_lse[scalar];
-        delta_t[r] = dot<T>(grad, tile.row(second.out_t, r), p.value_dim);
+        delta_t[r] = dot<T>(grad_out[r], out_t[r], p.value_dim);
       }
     });
   }

@@ -104,11 +104,11 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     Scores::pack_columns(tile, params.grad_out, p.value_dim, T(1), storage, grad_out_t);
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);
-      Base::load_numbers([&](int r) {
-        return dot_with_exact<T>(tile.template stored_row<Stored>(params.grad_out, r),
-                                 tile.template stored_row<Stored>(params.out, r),
-                                 tile.template stored_row<Stored>(params.out_rest, r), p.value_dim);
-      });
+      const auto grad_out = tile.template stored_rows_in<Stored>(params.grad_out),
+                 out = tile.template stored_rows_in<Stored>(params.out),
+                 out_rest = tile.template stored_rows_in<Stored>(params.out_rest);
+      Base::load_numbers(
+          [&](int r) { return dot_with_exact<T>(grad_out[r], out[r], out_rest[r], p.value_dim); });
     });
   }
 

@@ -47,10 +47,11 @@ template <int kRows>
 inline void pack_columns_in_pairs(const RowTile<kRows>& tile, const Operand<const float>& x,
                                   int64_t width, BFloat16Pair* to) {
   constexpr int kWidth = Simd<float>::kWidth;
+  const auto rows_of_x = tile.template stored_rows_in<BFloat16>(x);
   for (int r = 0; r < kRows; r += kWidth) {
     const BFloat16* from[kWidth];
     for (int l = 0; l < kWidth; ++l) {
-      from[l] = r + l < tile.rows ? tile.template stored_row<BFloat16>(x, r + l) : nullptr;
+      from[l] = r + l < tile.rows ? rows_of_x[r + l] : nullptr;
     }
     for (int64_t d = 0; d < width; d += 2 * kWidth) {
       const __mmask32 columns = first_lanes_of_32(width - d);

@@ -44,12 +44,14 @@ inline void kept_values_of_few_rows(int keys, int64_t width, const Stored* value
                                     const T* weights, const uint8_t* bits, int rows, T* out,
                                     int64_t out_row) {
   constexpr int kLanes = Simd<T>::kWidth;
-  for (int k = 0; k < keys; ++k) {
-    for (int r = 0; r < rows; ++r) {
-      if ((bits[k / 8 * kLanes + r] >> (k % 8) & 1) == 0) continue;
-      for (int64_t d = 0; d < width; ++d) {
-        out[r * out_row + d] += weights[k * kRows + r] * static_cast<T>(value[k * value_row + d]);
+  for (int r = 0; r < rows; ++r) {
+    for (int64_t d = 0; d < width; ++d) {
+      T sum = T(0);
+      for (int k = 0; k < keys; ++k) {
+        if ((bits[k / 8 * kLanes + r] >> (k % 8) & 1) == 0) continue;
+        sum += weights[k * kRows + r] * static_cast<T>(value[k * value_row + d]);
       }
+      out[r * out_row + d] += sum;
     }
   }
 }

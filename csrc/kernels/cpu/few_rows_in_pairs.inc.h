@@ -146,26 +146,19 @@ struct FewRowsInPairs {
   }
 
   /// kVectors vectors of columns, `left` of them or more: even and odd ones in vectors of their
-  /// own, as they are converted with one operation each.
+  /// own, as they are converted with one operation each. Keys are summed before they are added to
+  /// out, as in multiply_add.
   template <int kRows, int kVectors>
   static void add_columns(int keys, int64_t left, const BFloat16* value, int64_t value_row,
                           const float* weights, float* out, int64_t out_row, ShareOfNextRows next) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i even = _mm512_slli_epi32(lane, 1);                  // 0, 2, .. 30
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));  // 1, 3, .. 31
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     Number sum[kRows][kVectors][2];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
-        const int64_t d = v * kColumns;
-        const float* from = out + r * out_row + d;
-        const auto a = _mm512_maskz_loadu_ps(first_lanes(left - d), from);
-        const auto b = left - d > 16 ? _mm512_maskz_loadu_ps(first_lanes(left - d - 16), from + 16)
-                                     : S::zero();
-        sum[r][v][0] = _mm512_permutex2var_ps(a, even, b);
-        sum[r][v][1] = _mm512_permutex2var_ps(a, odd, b);
+        sum[r][v][0] = sum[r][v][1] = S::zero();
       }
     }
     for (int k = 0; k < keys; ++k, value += value_row) {
@@ -197,12 +190,14 @@ struct FewRowsInPairs {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
         const int64_t d = v * kColumns;
-        float* to = out + r * out_row + d;
-        _mm512_mask_storeu_ps(to, first_lanes(left - d),
-                              _mm512_permutex2var_ps(sum[r][v][0], first, sum[r][v][1]));
-        if (left - d <= 16) continue;
-        _mm512_mask_storeu_ps(to + 16, first_lanes(left - d - 16),
-                              _mm512_permutex2var_ps(sum[r][v][0], second, sum[r][v][1]));
+        const auto add = [&](int64_t from, __m512i order) {
+          const __mmask16 lanes = first_lanes(left - from);
+          float* to = out + r * out_row + from;
+          const auto more = _mm512_permutex2var_ps(sum[r][v][0], order, sum[r][v][1]);
+          _mm512_mask_storeu_ps(to, lanes, _mm512_maskz_loadu_ps(lanes, to) + more);
+        };
+        add(d, first);
+        if (left - d > 16) add(d + 16, second);
       }
     }
   }

@@ -89,10 +89,11 @@ struct FewRowsOfNumbers {
     }
     for (int64_t d = vectors * S::kWidth; d < width; ++d) {
       for (int r = 0; r < kRows; ++r) {
-        T& sum = out[r * out_row + d];
+        T sum = T(0);
         for (int k = 0; k < keys; ++k) {
           sum += weights[k * kRows + r] * static_cast<T>(value[k * value_row + d]);
         }
+        out[r * out_row + d] += sum;
       }
     }
   }
@@ -113,13 +114,13 @@ struct FewRowsOfNumbers {
     f(Constant<kMost>{});
   }
 
-  /// kVectors vectors of columns.
+  /// kVectors vectors of columns. Keys are summed before they are added to out, as in multiply_add.
   template <int kRows, int kVectors>
   static void add_columns(int keys, const Stored* value, int64_t value_row, const T* weights,
                           T* out, int64_t out_row, ShareOfNextRows next) {
     Number sum[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = S::load(out + r * out_row + v * S::kWidth);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = S::zero();
     }
     for (int k = 0; k < keys; ++k) {
       const Stored* row = value + k * value_row;
@@ -132,7 +133,10 @@ struct FewRowsOfNumbers {
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v) S::store(out + r * out_row + v * S::kWidth, sum[r][v]);
+      for (int v = 0; v < kVectors; ++v) {
+        T* to = out + r * out_row + v * S::kWidth;
+        S::store(to, S::load(to) + sum[r][v]);
+      }
     }
   }
 };

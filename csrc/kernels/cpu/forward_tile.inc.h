@@ -297,7 +297,7 @@ class ForwardTile {
       const auto& softmax = softmax_[first_vector + v];
       if (S::any_greater(lowest, softmax.max)) return false;
       shift[v] = softmax.shift();
-      sum[v] = softmax.sum;
+      sum[v] = S::zero();
       block_max[v] = Math::minus_infinity();
     }
     source_.template weights<kVectors>(
@@ -317,7 +317,7 @@ class ForwardTile {
     for (int v = 0; v < kVectors; ++v) {
       if (S::any_greater(block_max[v], softmax_[first_vector + v].limit())) return false;
     }
-    for (int v = 0; v < kVectors; ++v) softmax_[first_vector + v].sum = sum[v];
+    add_to_sums<kVectors>(sum, first_vector);
     return true;
   }
 
@@ -344,7 +344,7 @@ class ForwardTile {
     Number shift[kVectors], sum[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       shift[v] = softmax_[first_vector + v].shift();
-      sum[v] = softmax_[first_vector + v].sum;
+      sum[v] = S::zero();
     }
     source_.template weights_of_scores<kVectors>(
         first_key, keys, first_vector * S::kWidth,
@@ -352,7 +352,16 @@ class ForwardTile {
           weigh_few(x, shift[v], sum[v]);
           drop(stays, k, v, x);
         });
-    for (int v = 0; v < kVectors; ++v) softmax_[first_vector + v].sum = sum[v];
+    add_to_sums<kVectors>(sum, first_vector);
+  }
+
+  /// Those of some keys, summed before they are added, as O is in multiply_add.
+  template <int kVectors>
+  void add_to_sums(const Number* sums, int first_vector) {
+    for (int v = 0; v < kVectors; ++v) {
+      auto& sum = softmax_[first_vector + v].sum;
+      sum = sum + sums[v];
+    }
   }
 
   template <int kCount>

@@ -64,6 +64,7 @@ class KeySums {
   T* of(int64_t key) const { return first_ + (key - keys_.begin) * row; }
 
   void clear() const {
+    if (row == width) return set_to_zero(first_, (keys_.end - keys_.begin) * width);
     for (int64_t n = keys_.begin; n < keys_.end; ++n) set_to_zero(of(n), width);
   }
 

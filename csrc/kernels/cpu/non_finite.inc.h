@@ -55,15 +55,16 @@ template <class T, int kVectors, int kRows = kVectors* Simd<T>::kWidth>
 inline void multiply_add_kept_keys(int64_t keys, int64_t width, const T* a, int64_t a_row,
                                    const T* b, const uint8_t* bits, T* c) {
   using S = Simd<T>;
-  for (int64_t n = 0; n < keys; ++n) {
-    for (int v = 0; v < kVectors; ++v) {
-      const auto kept = S::bit_of_bytes(bits + n / 8 * kRows + v * S::kWidth, n % 8);
-      const auto b_n = S::load(b + n * kRows + v * S::kWidth);
-      for (int64_t d = 0; d < width; ++d) {
-        T* c_d = c + d * kRows + v * S::kWidth;
-        const auto before = S::load(c_d);
-        S::store(c_d, S::select(kept, S::fma(S::set(a[n * a_row + d]), b_n, before), before));
+  for (int v = 0; v < kVectors; ++v) {
+    for (int64_t d = 0; d < width; ++d) {
+      auto sum = S::zero();
+      for (int64_t n = 0; n < keys; ++n) {
+        const auto kept = S::bit_of_bytes(bits + n / 8 * kRows + v * S::kWidth, n % 8);
+        const auto b_n = S::load(b + n * kRows + v * S::kWidth);
+        sum = S::select(kept, S::fma(S::set(a[n * a_row + d]), b_n, sum), sum);
       }
+      T* c_d = c + d * kRows + v * S::kWidth;
+      S::store(c_d, S::load(c_d) + sum);
     }
   }
 }
@@ -75,13 +76,14 @@ inline void multiply_add_kept_rows(int64_t keys, const T* a, const T* b, int64_t
                                    const uint8_t* bits, int64_t width, T* c, int64_t c_row) {
   using S = Simd<T>;
   for (int64_t n = 0; n < keys; ++n) {
-    for (int r = 0; r < kRows; ++r) {
-      if ((bits[n / 8 * kRows + r] >> (n % 8) & 1) == 0) continue;
-      const auto a_nr = S::set(a[n * kRows + r]);
-      for (int64_t d = 0; d < width; d += S::kWidth) {
-        T* c_n = c + n * c_row + d;
-        S::store(c_n, S::fma(a_nr, S::load(b + r * b_row + d), S::load(c_n)));
+    for (int64_t d = 0; d < width; d += S::kWidth) {
+      auto sum = S::zero();
+      for (int r = 0; r < kRows; ++r) {
+        if ((bits[n / 8 * kRows + r] >> (n % 8) & 1) == 0) continue;
+        sum = S::fma(S::set(a[n * kRows + r]), S::load(b + r * b_row + d), sum);
       }
+      T* c_n = c + n * c_row + d;
+      S::store(c_n, S::load(c_n) + sum);
     }
   }
 }

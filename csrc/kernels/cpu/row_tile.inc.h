@@ -104,13 +104,26 @@ struct RowTile {
     return tile;
   }
 
+  /// Where a tensor has the rows of the tile. What they share is worked out once: in a loop that
+  /// stores vectors, which may be anywhere, the compiler would work it out for each row.
+  template <class Number>
+  struct RowPointers {
+    const RowTile& tile;
+    Number* of_batch;
+    int64_t head_stride, row_stride;
+
+    Number* operator[](int r) const {
+      return of_batch + tile.head[r] * head_stride + tile.query[r] * row_stride;
+    }
+  };
   template <class T>
-  int64_t row_offset(const Operand<T>& x, int r) const {
-    return batch.offset(x.batch_stride) + head[r] * x.head_stride + query[r] * x.row_stride;
+  RowPointers<T> rows_in(const Operand<T>& x) const {
+    return {*this, x.data + batch.offset(x.batch_stride), x.head_stride, x.row_stride};
   }
+
   template <class T>
   T* row(const Operand<T>& x, int r) const {
-    return x.data + row_offset(x, r);
+    return rows_in(x)[r];
   }
 
   template <class T>
@@ -120,12 +133,18 @@ struct RowTile {
 
   /// The same where x.data points to numbers stored in 16 bits.
   template <class Stored, class T>
-  const Stored* stored_row(const Operand<const T>& x, int r) const {
-    return reinterpret_cast<const Stored*>(x.data) + row_offset(x, r);
+  RowPointers<const Stored> stored_rows_in(const Operand<const T>& x) const {
+    return {*this, reinterpret_cast<const Stored*>(x.data) + batch.offset(x.batch_stride),
+            x.head_stride, x.row_stride};
   }
   template <class Stored, class T>
-  Stored* stored_row(const Operand<T>& x, int r) const {
-    return reinterpret_cast<Stored*>(x.data) + row_offset(x, r);
+  RowPointers<Stored> stored_rows_in(const Operand<T>& x) const {
+    return {*this, reinterpret_cast<Stored*>(x.data) + batch.offset(x.batch_stride), x.head_stride,
+            x.row_stride};
+  }
+  template <class Stored, class T>
+  auto* stored_row(const Operand<T>& x, int r) const {
+    return stored_rows_in<Stored>(x)[r];
   }
   template <class Stored, class T>
   const Stored* stored_keys_of_head(const Operand<const T>& x) const {
@@ -157,6 +176,7 @@ struct RowTile {
     constexpr int kWidth = Simd<T>::kWidth;
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);
+      const auto rows_of_x = stored_rows_in<Stored>(x);
       for (int r = 0; r < kRows; r += kWidth) {
         if (r >= rows) {
           for (int64_t d = 0; d < width; ++d) {
@@ -166,7 +186,7 @@ struct RowTile {
         }
         const Stored* from[kWidth];
         for (int l = 0; l < kWidth; ++l) {
-          from[l] = r + l < rows ? stored_row<Stored>(x, r + l) : nullptr;
+          from[l] = r + l < rows ? rows_of_x[r + l] : nullptr;
         }
         transpose_rows<T, Stored>(from, width, scale, to + r, kRows);
       }
@@ -180,8 +200,9 @@ struct RowTile {
                          Storage storage = Storage::kSame) const {
     using S = Simd<T>;
     with_stored<T>(storage, [&](auto stored) {
+      const auto rows_of_x = stored_rows_in<decltype(stored)>(x);
       for (int r = 0; r < kRows; ++r) {
-        const auto* from = r < rows ? stored_row<decltype(stored)>(x, r) : nullptr;
+        const auto* from = r < rows ? rows_of_x[r] : nullptr;
         T* line = to + r * to_row;
         const int64_t columns = from != nullptr ? width : 0;
         int64_t d = 0;
@@ -201,18 +222,19 @@ struct RowTile {
     constexpr int kWidth = Simd<T>::kWidth;
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);
+      const auto rows_of_x = stored_rows_in<Stored>(x);
       if (x.column_stride == 1) {
         for (int r = 0; r < rows; r += kWidth) {
           Stored* to[kWidth];
           for (int l = 0; l < kWidth; ++l) {
-            to[l] = r + l < rows ? stored_row<Stored>(x, r + l) : nullptr;
+            to[l] = r + l < rows ? rows_of_x[r + l] : nullptr;
           }
           transpose_columns<T, Stored>(from + r, kRows, width, Simd<T>::load(scale + r), to);
         }
         return;
       }
       for (int r = 0; r < rows; ++r) {
-        Stored* to = stored_row<Stored>(x, r);
+        Stored* to = rows_of_x[r];
         for (int64_t d = 0; d < width; ++d) {
           to[d * x.column_stride] = rounded<Stored>(scale[r] * from[d * kRows + r]);
         }
