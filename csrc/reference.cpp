@@ -10,15 +10,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-/// a · b where rows of a or columns of b with something non-finite in them take no part in the
-/// gradients of the others (0 · NaN is NaN, also where the 0 stands for "masked out").
-Tensor product_of_rows_and_columns(const Tensor& a, const Tensor& b) {
-  const Tensor a_finite = a.isfinite(), b_finite = b.isfinite();
-  const Tensor finite = at::matmul(a.where(a_finite, 0.0), b.where(b_finite, 0.0));
-  return finite.where(a_finite.all(-1, true).logical_and(b_finite.all(-2, true)),
-                      at::matmul(a.detach(), b.detach()));
-}
-
 /// i + query_offset - j, (M, N).
 Tensor signed_distances(const Operands& x) {
   const auto options = x.query.options().dtype(at::kLong);
@@ -66,10 +57,6 @@ Tensor random_16_bits(const Operands& x) {
 
 }  // namespace
 
-at::ScalarType accumulate_type(const Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 Tensor for_query_heads(const Tensor& x, const Operands& operands) {
   const c10::SymInt heads = operands.query.sym_size(-3);
   const c10::SymInt kv_heads = x.sym_size(-3);
@@ -89,6 +76,13 @@ Tensor kept_pairs(const Operands& x) {
   if (!x.attn_mask) return keep;
   return keep.logical_and(x.attn_mask->scalar_type() == at::kBool ? *x.attn_mask
                                                                   : *x.attn_mask != -kInfinity);
+}
+
+Tensor product_of_rows_and_columns(const Tensor& a, const Tensor& b) {
+  const Tensor a_finite = a.isfinite(), b_finite = b.isfinite();
+  const Tensor finite = at::matmul(a.where(a_finite, 0.0), b.where(b_finite, 0.0));
+  return finite.where(a_finite.all(-1, true).logical_and(b_finite.all(-2, true)),
+                      at::matmul(a.detach(), b.detach()));
 }
 
 Tensor product_of_kept(const Tensor& weights, const Tensor& keep, const Tensor& value) {

@@ -22,8 +22,9 @@ Tensor kept_pairs(const Operands& x);
 /// A key/value tensor (.., Hkv, N, width) as (.., Hq, N, width).
 Tensor for_query_heads(const Tensor& x, const Operands& operands);
 
-/// Numbers that sums are taken in.
-at::ScalarType accumulate_type(const Tensor& x);
+/// a · b where rows of a or columns of b with something non-finite in them take no part in the
+/// gradients of the others (0 · NaN is NaN, also where the 0 stands for "masked out").
+Tensor product_of_rows_and_columns(const Tensor& a, const Tensor& b);
 
 /// weights · value, in which a value that is not finite reaches only the rows that keep its key.
 Tensor product_of_kept(const Tensor& weights, const Tensor& keep, const Tensor& value);

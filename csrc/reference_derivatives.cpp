@@ -28,10 +28,7 @@ struct Recomputed {
   Tensor factors;        // R, undefined without dropout
 
   explicit Recomputed(const Operands& operands)
-      : x(operands),
-        real(reference::accumulate_type(x.query)),
-        scale(scale_of(x)),
-        query(x.query.to(real)) {
+      : x(operands), real(accumulate_type(x.query)), scale(scale_of(x)), query(x.query.to(real)) {
     key = for_query_heads(x.key);
     value = for_query_heads(x.value);
     softmax = reference::softmax(x);
@@ -51,7 +48,7 @@ struct Recomputed {
 
   /// a bᵀ at the kept pairs.
   Tensor pairs(const Tensor& a, const Tensor& b) const {
-    return at::matmul(a, b.transpose(-2, -1)).where(softmax.keep, 0.0);
+    return reference::product_of_rows_and_columns(a, b.transpose(-2, -1)).where(softmax.keep, 0.0);
   }
 
   Tensor mask_pairs(const Tensor& mask) const { return mask.to(real).where(softmax.keep, 0.0); }

@@ -29,16 +29,24 @@ struct QkvAttentionThirdOrder : OperandsNode<QkvAttentionThirdOrder> {
                                  const std::vector<Tensor>& others,
                                  const std::vector<bool>& needs) {
     report_third_order();
-    const bool create_graph = at::GradMode::is_enabled();
+    const bool graph_is_asked_for = at::GradMode::is_enabled();
     at::AutoGradMode grad_mode(true);
+    bool something_varies = false;
+    for (const Tensor& grad : grads) something_varies |= grad.defined() && grad.requires_grad();
     // The same tensor may be given twice; each place gets an alias with a gradient of its own.
     variable_list wanted;
     size_t place = 0;
     const auto variable = [&](const OptionalTensor& input) -> OptionalTensor {
       const bool needed = needs[place++];
-      if (!input || !input->defined() || !needed) return input;
-      wanted.push_back(at::alias(*input));
-      return wanted.back();
+      if (!input || !input->defined()) return input;
+      Tensor alias = at::alias(*input);
+      something_varies |= alias.requires_grad();
+      if (!needed) return alias;
+      // One of a level of torch.func that has ended is one of the level outside, where it may be
+      // constant.
+      if (!alias.requires_grad()) alias.requires_grad_();
+      wanted.push_back(alias);
+      return alias;
     };
     const Tensor grad_out = *variable(others[0]);
     const OptionalTensor grad_lse = variable(optional(others[1]));
@@ -61,6 +69,7 @@ struct QkvAttentionThirdOrder : OperandsNode<QkvAttentionThirdOrder> {
     }
     variable_list found(wanted.size());
     if (!outputs.empty()) {
+      const bool create_graph = graph_is_asked_for && something_varies;
       found = torch::autograd::grad(outputs, wanted, incoming, create_graph, create_graph,
                                     /*allow_unused=*/true);
     }

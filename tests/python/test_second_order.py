@@ -1,6 +1,7 @@
 """Double backward and forward mode against the definition in float64, for problems of many tiles and
 for every dtype. (test_gradients.py checks both by numerical differences, on small problems.)"""
 
+import math
 import warnings
 import weakref
 
@@ -229,6 +230,51 @@ def test_third_order_in_both_modes():
     other = torch.randn_like(x)
     # Both are the same third derivative along t and another direction, as it is symmetric.
     torch.testing.assert_close((reverse * other).sum(), (jvp(second, (x,), (other,))[1] * t).sum())
+
+
+def plain_attention(q, k, v):
+    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+
+@pytest.mark.unfused
+@pytest.mark.parametrize("operand", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("last", ["jacrev", "jacfwd"])
+@pytest.mark.parametrize("second", ["jacrev", "jacfwd"])
+def test_third_order_of_torch_func(second, last, operand):
+    """jacrev runs a backward after its level has ended, when operands are constants to the others."""
+    x = [torch.randn(1, n, 2, dtype=torch.float64) for n in (3, 4, 4)]
+
+    def third(attention):
+        def f(t):
+            return attention(*x[:operand], t, *x[operand + 1 :]).sin().sum()
+
+        of_second = getattr(torch.func, second)(torch.func.jacrev(f))
+        return getattr(torch.func, last)(of_second)(x[operand])
+
+    found = third(qkv.attention)
+    torch.testing.assert_close(found, third(plain_attention))
+    assert not found.requires_grad
+
+
+@pytest.mark.unfused
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("operand", ["key", "value"])
+def test_what_is_masked_does_not_reach_third_derivatives(operand, poison):
+    x = {n: torch.randn(1, 4, 2, dtype=torch.float64) for n in ("query", "key", "value")}
+    keep = torch.tensor([True, True, True, False])
+
+    def third(**changes):
+        leaves = {n: t.clone().requires_grad_() for n, t in (x | changes).items()}
+        found = qkv.attention(**leaves, key_mask=keep)
+        for _ in range(3):
+            names = list(leaves)
+            grads = torch.autograd.grad(found.sin().sum(), leaves.values(), create_graph=True)
+            found = sum((g if n == "query" else g[:, :3]).sum() for n, g in zip(names, grads))
+        return found.detach()
+
+    poisoned = x[operand].clone()
+    poisoned[0, 3, 0] = poison
+    torch.testing.assert_close(third(**{operand: poisoned}), third())
 
 
 def test_nothing_holds_itself():
