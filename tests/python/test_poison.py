@@ -217,3 +217,17 @@ def test_poison_in_second_order(seed):
     if poison != poison:
         assert bad[0][bad_scores].isnan().all() and bad[1][bad_scores].isnan().all()
         assert bad[0][for_rows(v_bad | v_t_bad)][..., 0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_values_of_zeros_are_not_rows_without_keys(dtype):
+    """Of the incoming gradients only that of the row without keys does not matter."""
+    query, key = torch.randn(2, 1, 2, 3, 4).to(dtype)
+    value, sinks = torch.zeros(1, 2, 3, 4).to(dtype), torch.zeros(2, requires_grad=True)
+    keep = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
+    for row, reaches in enumerate(keep.any(-1).tolist()):
+        grad = torch.zeros(1, 2, 3, 4).to(dtype)
+        grad[0, 0, row] = NAN
+        out = qkv.attention(query, key, value, keep, sinks=sinks)
+        (first,) = torch.autograd.grad(out, sinks, grad)
+        assert first.isnan().tolist() == [reaches, False]

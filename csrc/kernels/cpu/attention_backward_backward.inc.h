@@ -301,21 +301,23 @@ inline void sink_gradient_t(const BackwardBackwardParams<T>& params, double* gra
                             int64_t unit) {
   const BackwardParams<T>& backward = params.backward;
   const Problem<T>& p = backward.problem;
-  const HeadRows<T> head(p, unit);
-  const T sink = head.number(p.sinks);
+  const HeadRows<T> rows(p, unit);
+  const T sink = rows.number(p.sinks);
   const T sink_t =
-      params.directions.sinks.data == nullptr ? T(0) : head.number(params.directions.sinks);
+      params.directions.sinks.data == nullptr ? T(0) : rows.number(params.directions.sinks);
   double sum = 0.0;
   for (int64_t i = 0; i < p.queries; ++i) {
     const int64_t scalar = unit * p.queries + i;
     if (backward.lse[scalar] == -static_cast<T>(__builtin_inff())) continue;
     const T weight = sink_weight(sink, backward.lse[scalar], backward.lse_rest[scalar]);
     T delta{}, delta_t{};
-    with_stored<T>(p.key_value_storage, [&](auto stored) {
-      using Stored = decltype(stored);
-      delta = head.template dot_with_exact_output<Stored>(backward.grad_out, backward.out, i);
-      delta_t = head.template dot_with_exact_output<Stored>(backward.grad_out, params.out_t, i);
-    });
+    if (!rows.has_no_keys(weight, backward.out, i)) {
+      with_stored<T>(p.key_value_storage, [&](auto stored) {
+        const auto* grad = rows.template row<decltype(stored)>(backward.grad_out, i);
+        delta = dot<T>(grad, rows.row(backward.out, i), rows.width);
+        delta_t = dot<T>(grad, rows.row(params.out_t, i), rows.width);
+      });
+    }
     if (backward.grad_lse != nullptr) delta -= backward.grad_lse[scalar];
     const T moved = (sink_t - params.lse_t[scalar]) * delta + delta_t;
     sum -= static_cast<double>(weight) * static_cast<double>(moved);

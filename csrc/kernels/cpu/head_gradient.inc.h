@@ -36,26 +36,16 @@ struct HeadRows {
            head * x.head_stride + i * x.row_stride;
   }
 
-  /// <grad_i, out_i>, where out is as exact as T.
-  template <class Stored>
-  T dot_with_exact_output(const Operand<const T>& grad, const Operand<const T>& out,
-                          int64_t i) const {
-    const T* out_i = row(out, i);
-    bool all_zero = true;
-    for (int64_t d = 0; d < width; ++d) all_zero &= out_i[d] == T(0);
-    return all_zero ? T(0) : dot<T>(row<Stored>(grad, i), out_i, width);
-  }
-
-  /// <grad_i, out_i>. An output of zeros is that of a row without keys, whose incoming gradient may
-  /// be NaN.
+  /// Whether row i has no keys: its sink has all the weight, and its output is 0. Whatever comes
+  /// for that output, NaN as well, does not matter.
   template <class Stored = T>
-  T dot_with_output(const Operand<const T>& grad, const Operand<const T>& out, int64_t i,
-                    const Operand<const T>& rest = {}) const {
+  bool has_no_keys(T weight_of_sink, const Operand<const T>& out, int64_t i) const {
+    if (weight_of_sink != T(1)) return false;
     const Stored* out_i = row<Stored>(out, i);
-    bool all_zero = true;
-    for (int64_t d = 0; d < width; ++d) all_zero &= static_cast<T>(out_i[d]) == T(0);
-    if (all_zero) return T(0);
-    return dot_with_exact<T>(row<Stored>(grad, i), out_i, row<Stored>(rest, i), width);
+    for (int64_t d = 0; d < width; ++d) {
+      if (static_cast<T>(out_i[d]) != T(0)) return false;
+    }
+    return true;
   }
 };
 
@@ -80,13 +70,16 @@ inline void head_gradient(const HeadGradientParams<T>& params, int64_t unit) {
     for (int64_t i = 0; i < p.queries; ++i) {
       const T lse = backward.lse[first_scalar + i];
       if (lse == -static_cast<T>(__builtin_inff())) continue;
+      const T weight = sink_weight(sink, lse, backward.lse_rest[first_scalar + i]);
       T delta{};
       with_stored<T>(p.key_value_storage, [&](auto stored) {
-        delta = rows.template dot_with_output<decltype(stored)>(backward.grad_out, backward.out, i,
-                                                                backward.out_rest);
+        using Stored = decltype(stored);
+        if (rows.template has_no_keys<Stored>(weight, backward.out, i)) return;
+        delta = dot_with_exact<T>(rows.template row<Stored>(backward.grad_out, i),
+                                  rows.template row<Stored>(backward.out, i),
+                                  rows.template row<Stored>(backward.out_rest, i), rows.width);
       });
       if (backward.grad_lse != nullptr) delta -= backward.grad_lse[first_scalar + i];
-      const T weight = sink_weight(sink, lse, backward.lse_rest[first_scalar + i]);
       sum -= static_cast<double>(weight) * static_cast<double>(delta);
     }
     params.grad_sinks[unit] = sum;

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/simt/tasks.h"
 #include "kernels/cuda/simt/weights.cuh"
+#include "kernels/logsumexp.h"
 
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2) without atomics: each number
 // of a gradient has one owner that sums its terms in order, at the price of P and dS computed
@@ -90,8 +91,20 @@ QKV_DEVICE uint32_t through_softmax(const Scores<T>& scores, const BackwardRows<
 template <class T, int kColumns>
 using BackwardShared = WeightShared<T, kColumns, BackwardRows<T>>;
 
-/// delta of each row, a warp a row. An output of zeros is that of a row without keys, whose
-/// incoming gradient may be NaN.
+/// Whether a row has no keys, if its output is 0: its sink has all the weight, or there is none.
+template <class T>
+QKV_DEVICE bool has_no_keys(const BackwardParams<T>& params, int64_t batch, int64_t head,
+                            int64_t scalar) {
+  const Problem<T>& p = params.problem;
+  const T lse = device::load_global(params.lse + scalar);
+  if (lse == -infinity<T>()) return true;
+  if (p.sinks.data == nullptr) return false;
+  return sink_weight(number_of_head(p, p.sinks, batch, head), lse,
+                     device::load_global(params.lse_rest + scalar)) == T(1);
+}
+
+/// delta of each row, a warp a row. Whatever comes for the output of a row without keys, NaN as
+/// well, does not matter.
 template <class Element>
 QKV_KERNEL(kThreads, 1)
 delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
@@ -118,7 +131,7 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
       all_zero &= out == T(0);
     }
     sum = sum_of_lanes<device::kWarp>(sum);
-    if (device::ballot(!all_zero) == 0) sum = T(0);
+    if (device::ballot(!all_zero) == 0 && has_no_keys(params, batch, head, unit)) sum = T(0);
     if (params.grad_lse != nullptr) sum -= device::load_global(params.grad_lse + unit);
     if (lane == 0) device::store_global(task.delta + unit, sum);
   }
