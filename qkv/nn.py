@@ -24,7 +24,8 @@ from torch.nn import Linear
 
 #: Keys and values of the tokens so far, for generating one by one: ``KVCache(max_length)``. Pass
 #: the same object to each call of :class:`MultiheadAttention`. One C++ class for Python, C++ and
-#: TorchScript, with ``append(key, value)``, ``truncate(length)``, ``length()``, ``max_length()``.
+#: TorchScript, with ``append(key, value)``, ``truncate(length)``, ``length()``, ``max_length()``;
+#: ``extended(key, value)`` and ``advance(count)`` are the halves of ``append``.
 KVCache = torch.classes.qkv.KVCache
 
 
@@ -509,6 +510,7 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
 
     Raises:
         RuntimeError: if names or shapes differ (see ``torch.nn.Module.load_state_dict``).
+        pickle.UnpicklingError: if the file holds anything else than tensors.
     """
     if _is_script_archive(path):
         state = torch.jit.load(path, map_location="cpu").state_dict()
@@ -518,5 +520,7 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
 
 
 def _is_script_archive(path: "str | PathLike[str]") -> bool:
+    if not zipfile.is_zipfile(path):  # torch.save's old format
+        return False
     with zipfile.ZipFile(path) as archive:
         return any(name.endswith("/constants.pkl") for name in archive.namelist())

@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <qkv/nn.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -14,7 +15,9 @@ std::vector<int64_t> sizes_of_one_key(const at::Tensor& x) {
   return sizes;
 }
 
+/// Of a cache that inference mode began, too, others may go on.
 at::Tensor with_room_for(int64_t max_length, const at::Tensor& x) {
+  const c10::InferenceMode none(false);
   auto sizes = x.sizes().vec();
   sizes[sizes.size() - 2] = max_length;
   return at::empty(sizes, x.options());
@@ -49,13 +52,19 @@ std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
            cached.scalar_type() == x.scalar_type() && cached.device() == x.device();
   };
   if (!fits(key_, key) || !fits(value_, value)) {
-    TORCH_CHECK_VALUE(length_ == 0, "qkv::KVCache: cached are keys of shape ",
-                      key_.defined() ? key_.sizes() : at::IntArrayRef(), " and values of ",
-                      value_.defined() ? value_.sizes() : at::IntArrayRef(), ", but appended are ",
-                      key.sizes(), " and ", value.sizes());
+    const auto kind = [](const at::Tensor& x) {
+      return c10::str(x.scalar_type(), ' ', x.sizes(), " on ", x.device());
+    };
+    if (length_ > 0) {
+      const auto [cached_key, cached_value] = cached();
+      TORCH_CHECK_VALUE(false, "qkv::KVCache: cached are keys and values ", kind(*cached_key),
+                        " and ", kind(*cached_value), ", which ", kind(key), " and ", kind(value),
+                        " do not fit");
+    }
     key_ = with_room_for(max_length_, key);
     value_ = with_room_for(max_length_, value);
   }
+  extension_ = count;
   at::NoGradGuard no_grad;
   key_.narrow(-2, length_, count).copy_(key);
   value_.narrow(-2, length_, count).copy_(value);
@@ -63,10 +72,10 @@ std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
 }
 
 void KVCache::advance(int64_t count) {
-  TORCH_CHECK_VALUE(count >= 0 && key_.defined() && length_ + count <= max_length_,
-                    "qkv::KVCache: there is room for ", max_length_, " keys, but ", length_,
-                    " are cached, and the cache cannot advance by ", count);
+  TORCH_CHECK_VALUE(count >= 0 && count <= extension_, "qkv::KVCache: it was last extended by ",
+                    extension_, " keys, so it cannot advance by ", count);
   length_ += count;
+  extension_ = 0;
 }
 
 std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>> KVCache::cached() const {
@@ -78,6 +87,7 @@ void KVCache::truncate(int64_t length) {
   TORCH_CHECK_VALUE(length >= 0 && length <= length_, "qkv::KVCache: length must be between 0 and ",
                     length_, ", but is ", length);
   length_ = length;
+  extension_ = 0;
 }
 
 namespace {

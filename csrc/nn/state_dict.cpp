@@ -86,7 +86,9 @@ void load_state_dict(torch::nn::Module& module, const std::string& path) {
 
 void save_state_dict(const torch::nn::Module& module, const std::string& path) {
   c10::impl::GenericDict dict(c10::StringType::get(), c10::TensorType::get());
-  for (const auto& [name, tensor] : state_dict_of(module)) dict.insert(name, tensor.detach());
+  for (const auto& [name, tensor] : state_dict_of(module)) {
+    dict.insert(name, tensor.detach().cpu());  // can be read on a machine without that device
+  }
 
   // torch::pickle_save adds type tags that Python's torch.load refuses under weights_only=True, its
   // default; the pickler itself can do without.
@@ -101,9 +103,8 @@ void save_state_dict(const torch::nn::Module& module, const std::string& path) {
   archive.writeRecord("data.pkl", pickled.data(), pickled.size());
   size_t number = 0;
   for (const at::Tensor& tensor : pickler.tensorData()) {
-    const at::Tensor data = tensor.cpu();
-    archive.writeRecord("data/" + std::to_string(number++), data.storage().data(),
-                        data.storage().nbytes());
+    archive.writeRecord("data/" + std::to_string(number++), tensor.storage().data(),
+                        tensor.storage().nbytes());
   }
   archive.writeEndOfFile();
 }

@@ -43,20 +43,24 @@ class QKV_API KVCache : public torch::CustomClassHolder {
 
   /// Appends (B.., H, new keys, D) and (B.., H, new keys, Dv).
   /// \returns all keys and values so far, as views of the cache.
-  /// \throws c10::ValueError if there is no room, or if the shapes do not fit the cached ones.
+  /// \throws c10::ValueError if there is no room, if shapes, dtype or device do not fit the cached
+  /// ones, or if they require a gradient in grad mode.
   std::tuple<at::Tensor, at::Tensor> append(const at::Tensor& key, const at::Tensor& value);
 
   /// What append would return. The cache takes them in when it advances: so nothing is lost, and
   /// nothing is in twice, if what is done with them in between fails.
+  /// \throws c10::ValueError as append does.
   std::tuple<at::Tensor, at::Tensor> extended(const at::Tensor& key, const at::Tensor& value);
 
   /// Takes in the first `count` of the keys that it was last extended by.
+  /// \throws c10::ValueError if those are fewer, or were taken in before.
   void advance(int64_t count);
 
   /// All keys and values so far, none if there are none.
   std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>> cached() const;
 
   /// Forgets everything but the first `length` keys.
+  /// \throws c10::ValueError if there are not so many.
   void truncate(int64_t length);
 
   int64_t length() const { return length_; }
@@ -65,8 +69,9 @@ class QKV_API KVCache : public torch::CustomClassHolder {
  private:
   int64_t max_length_;
   int64_t length_ = 0;
-  at::Tensor key_;    // (B.., H, max_length, D), allocated by the first append
-  at::Tensor value_;  // (B.., H, max_length, Dv)
+  int64_t extension_ = 0;  // keys after them that advance may take in
+  at::Tensor key_;         // (B.., H, max_length, D), allocated by the first append
+  at::Tensor value_;       // (B.., H, max_length, Dv)
 };
 
 struct ScaledDotProductAttentionOptions {

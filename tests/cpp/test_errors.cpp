@@ -86,8 +86,13 @@ TEST(Errors, Cache) {
   cache.append(kX, kX);
   expect_error<c10::ValueError>("there is room for 7 keys, but 5 are cached and 5 come",
                                 [&] { cache.append(kX, kX); });
-  expect_error<c10::ValueError>("cached are keys of shape [2, 3, 7, 4]", [&] {
+  const std::string cached = "cached are keys and values Float [2, 3, 5, 4] on cpu and Float ";
+  expect_error<c10::ValueError>(cached, [&] {
     cache.append(kX.slice(0, 0, 1).slice(2, 0, 1), kX.slice(0, 0, 1).slice(2, 0, 1));
+  });
+  expect_error<c10::ValueError>("which Double [2, 3, 1, 4] on cpu and", [&] {
+    const auto x = kX.slice(2, 0, 1).to(torch::kDouble);
+    cache.append(x, x);
   });
   expect_error<c10::ValueError>("length must be between 0 and 5, but is 6",
                                 [&] { cache.truncate(6); });

@@ -237,3 +237,47 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
         assert cache.length() == 3
         module(x, cache=cache)
         assert cache.length() == 6
+
+
+def test_a_cache_advances_by_what_it_was_extended_by():
+    cache, x = qkv.nn.KVCache(9), torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="last extended by 0 keys, so it cannot advance by 1"):
+        cache.advance(1)
+    cache.extended(x, x)
+    for count in (-1, 4):
+        with pytest.raises(ValueError, match=f"by 3 keys, so it cannot advance by {count}"):
+            cache.advance(count)
+    cache.advance(2)
+    assert cache.length() == 2
+    with pytest.raises(ValueError, match="cannot advance by 1"):
+        cache.advance(1)
+
+
+def test_a_cache_that_inference_mode_began():
+    module, cache = qkv.nn.MultiheadAttention(8, 2, causal=True), qkv.nn.KVCache(6)
+    x = torch.randn(1, 6, 8)
+    with torch.inference_mode():
+        module(x[:, :4], cache=cache)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x[:, 4:], cache=cache), module(x)[:, 4:])
+
+
+def test_state_dict_of_the_old_format(tmp_path):
+    module, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    path = tmp_path / "old.pt"
+    torch.save(module.state_dict(), path, _use_new_zipfile_serialization=False)
+    qkv.nn.load_state_dict(other, path)
+    assert torch.equal(other.weight, module.weight)
+
+
+def test_samples_of_dropout_by_vmap():
+    """No tensor of the module's call is mapped, only what is added to its result."""
+    module, x = qkv.nn.ScaledDotProductAttention(dropout=0.5), torch.randn(3, 1, 6, 8)
+
+    def samples_of(randomness):
+        return torch.vmap(lambda i: module(*x) + i, randomness=randomness)(torch.zeros(4))
+
+    different, same = samples_of("different"), samples_of("same")
+    assert not torch.equal(different[0], different[1]) and torch.equal(same[0], same[1])
+    with pytest.raises(RuntimeError, match="random"):
+        samples_of("error")
