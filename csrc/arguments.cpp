@@ -111,7 +111,6 @@ std::vector<SymInt> band_of(const Arguments& a) {
   SymInt right = a.window ? (*a.window)[1] : SymInt(-1);
   if (a.is_causal) right = 0;  // a window to the right of the diagonal has nothing left to add
   SymInt offset = a.query_offset.value_or(0);
-  constexpr int64_t kFar = int64_t(1) << 60;  // from every key, yet sums with it do not overflow
   if (const auto number = offset.maybe_as_int()) offset = std::clamp(*number, -kFar, kFar);
   return {std::move(left), std::move(right), std::move(offset)};
 }

@@ -10,6 +10,7 @@
 
 #include "environment.h"
 #include "explain.h"
+#include "problem.h"
 #include "public_op.h"
 #include "reference.h"
 
@@ -29,6 +30,7 @@ Tensor draw_seed(const Operands& x) {
 std::tuple<Tensor, Tensor> run(const char* op, const Call& call) {
   if (verbose()) std::cerr << description(op, call);
   Operands x = call.operands;
+  if (call.unfused_reason.empty()) check_batch_dimensions(op, x);
   if (x.dropout_p > 0.0) x.dropout_seed = draw_seed(x);
   if (call.unfused_reason.empty()) {
     const auto results = attention_forward_op()(x);
@@ -60,7 +62,8 @@ std::string explain_composite(const Arguments& arguments) {
   return description("qkv::explain", checked_call("qkv::explain", arguments));
 }
 
-// FuncTorchBatchedDecomposition: without it, vmap would loop over the batch.
+// FuncTorchBatchedDecomposition: without it, vmap would loop over the batch. FuncTorchVmapMode: of
+// a call without mapped tensors, too, vmap's randomness is the seed's.
 #define QKV_REGISTER_COMPOSITE(key)                                                          \
   TORCH_LIBRARY_IMPL(qkv, key, m) {                                                          \
     m.impl("attention", &AttentionOp<Tensor>::kernel<&attention_composite>);                 \
@@ -72,6 +75,7 @@ std::string explain_composite(const Arguments& arguments) {
 
 QKV_REGISTER_COMPOSITE(CompositeImplicitAutograd)
 QKV_REGISTER_COMPOSITE(FuncTorchBatchedDecomposition)
+QKV_REGISTER_COMPOSITE(FuncTorchVmapMode)
 
 Arguments as_arguments(const Tensor& query, const Tensor& key, const OptionalTensor& value,
                        const AttentionOptions& options) {
@@ -97,14 +101,15 @@ Arguments as_arguments(const Tensor& query, const Tensor& key, const OptionalTen
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value,
                  const AttentionOptions& options) {
-  return AttentionOp<Tensor>::call("qkv::attention", as_arguments(query, key, value, options));
+  static const AttentionOp<Tensor> op("qkv::attention");
+  return op(as_arguments(query, key, value, options));
 }
 
 std::tuple<Tensor, Tensor> attention_with_lse(const Tensor& query, const Tensor& key,
                                               const Tensor& value,
                                               const AttentionOptions& options) {
-  return AttentionOp<std::tuple<Tensor, Tensor>>::call("qkv::attention_with_lse",
-                                                       as_arguments(query, key, value, options));
+  static const AttentionOp<std::tuple<Tensor, Tensor>> op("qkv::attention_with_lse");
+  return op(as_arguments(query, key, value, options));
 }
 
 Tensor attention_weights(const Tensor& query, const Tensor& key, const AttentionOptions& options) {
@@ -112,13 +117,14 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const Attention
                     "qkv::attention_weights: the weights are those before dropout, so dropout_p "
                     "must be 0, but is ",
                     options.dropout_p());
-  return AttentionWeightsOp::call("qkv::attention_weights",
-                                  as_arguments(query, key, std::nullopt, options));
+  static const AttentionWeightsOp op("qkv::attention_weights");
+  return op(as_arguments(query, key, std::nullopt, options));
 }
 
 std::string explain(const Tensor& query, const Tensor& key, const Tensor& value,
                     const AttentionOptions& options) {
-  return AttentionOp<std::string>::call("qkv::explain", as_arguments(query, key, value, options));
+  static const AttentionOp<std::string> op("qkv::explain");
+  return op(as_arguments(query, key, value, options));
 }
 
 }  // namespace qkv

@@ -38,11 +38,6 @@ bool is_supported_float(at::ScalarType type) {
   return type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
 }
 
-/// The numbers that sums are taken in.
-at::ScalarType accumulate_type(const Tensor& query) {
-  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 bool may_go_with(const Tensor& x, const Tensor& query) {
   return x.scalar_type() == query.scalar_type() || x.scalar_type() == at::kFloat;
 }

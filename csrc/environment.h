@@ -13,8 +13,8 @@ bool strict();
 /// QKV_VERBOSE=1: every call says on stderr which kernel runs.
 bool verbose();
 
-/// QKV_CPU_ISA=generic|avx2|avx512: the instruction set to use instead of the best one; nullptr if
-/// it is not set.
+/// QKV_CPU_ISA, one of kernels::cpu_isa_names(): the instruction set to use instead of the best
+/// one; nullptr if it is not set.
 const char* requested_cpu_isa();
 
 /// Says, once for each reason, that something runs unfused; raises it as an error if strict().

@@ -17,6 +17,18 @@ std::string kernel_name(const Call& call) {
                   ' ', isa);
 }
 
+/// A kernel of a CPU for bfloat16 multiplies such numbers themselves where the processor can and
+/// sums are long enough for their roundings to average out, or float32 ones made of them.
+std::string products(const Operands& x) {
+  const auto& table = cpu::kernel_table();
+  const auto numbers = [&](const auto* kernels) {
+    return cpu::bfloat16_kernels_for(x, kernels) != nullptr ? "bfloat16" : "float32";
+  };
+  return c10::str("forward ", numbers(table.bfloat16_forward), ", backward ",
+                  numbers(table.bfloat16_backward), ", second order and jvp ",
+                  numbers(table.bfloat16_tangents));
+}
+
 std::string bound(const c10::SymInt& x) {
   std::ostringstream out;
   if (x < 0) {
@@ -36,8 +48,14 @@ std::string description(const char* op, const Call& call) {
   out << op << '\n';
   out << "  forward, backward  " << kernel_name(call) << '\n';
   out << "  second order, jvp  " << kernel_name(call) << '\n';
-  out << "  third order        "
-      << (call.unfused_reason.empty() ? "unfused reference formulas" : "unfused reference") << '\n';
+  const bool fused = call.unfused_reason.empty();
+  const char* rest = fused ? "unfused reference formulas" : "unfused reference";
+  out << "  third order        " << rest << '\n';
+  out << "  jvp of a jvp       " << rest << '\n';
+  const bool has_sizes = !x.query.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  if (fused && has_sizes && x.query.is_cpu() && x.query.scalar_type() == at::kBFloat16) {
+    out << "  products           " << products(x) << '\n';
+  }
   out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)
       << " Hq=" << x.query.sym_size(-3) << " Hkv=" << x.key.sym_size(-3)
       << " M=" << x.query.sym_size(-2) << " N=" << x.key.sym_size(-2)

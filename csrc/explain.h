@@ -6,7 +6,7 @@
 
 namespace qkv {
 
-/// Which kernel a call runs, on what, and why; a few lines.
+/// Which kernels a call and its derivatives run, or why none is fused, and on what; a few lines.
 std::string description(const char* op, const Call& call);
 
 }  // namespace qkv

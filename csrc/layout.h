@@ -55,8 +55,7 @@ inline Tensor empty_output(const Operands& x) {
 inline Tensor empty_logsumexp(const Operands& x) {
   auto sizes = x.query.sym_sizes().vec();
   sizes.pop_back();
-  const auto real = x.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::empty_symint(sizes, x.query.options().dtype(real));
+  return at::empty_symint(sizes, x.query.options().dtype(accumulate_type(x.query)));
 }
 
 /// output, logsumexp and their rests.

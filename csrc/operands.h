@@ -50,6 +50,14 @@ struct Operands {
   }
 };
 
+/// The dtype that sums are taken in.
+inline at::ScalarType accumulate_type(const Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+/// Further than every key from every query, yet sums of three of them do not overflow.
+constexpr int64_t kFar = int64_t(1) << 60;
+
 /// The factor on the scores. Its default depends on the head dim, which may be symbolic while a
 /// graph is traced: computed no sooner than here, it leaves one graph for all.
 inline at::Scalar scale_of(const Operands& x) {

@@ -25,9 +25,6 @@ kernels::MaskType mask_type(const Tensor& mask) {
   }
 }
 
-/// Far above every position there is, far below overflow when three of them are added.
-constexpr int64_t kFar = int64_t(1) << 60;
-
 int64_t clamped(const c10::SymInt& x) {
   return std::clamp(x.guard_int(__FILE__, __LINE__), -kFar, kFar);
 }
@@ -59,10 +56,11 @@ void BatchDimensions::merge() {
       last.push_back(d);
     }
   }
-  TORCH_CHECK_VALUE(sizes.size() <= kernels::kMaxBatchRank, "qkv: the batch dimensions of query, ",
-                    "key, value and masks, of sizes ", at::IntArrayRef(sizes_), ", step in ",
-                    sizes.size(), " different ways, but the kernels handle at most ",
-                    kernels::kMaxBatchRank, "; make some of the tensors contiguous");
+  TORCH_CHECK_VALUE(sizes.size() <= kernels::kMaxBatchRank, op_,
+                    ": the batch dimensions of query, key, value and masks, of sizes ",
+                    at::IntArrayRef(sizes_), ", step in ", sizes.size(),
+                    " different ways, but the kernels handle at most ", kernels::kMaxBatchRank,
+                    "; make some of the tensors contiguous");
   for (const Strides& x : tensors_) {
     for (size_t d = 0; d < sizes.size(); ++d) x.to[d] = x.values[last[d]];
   }
@@ -140,18 +138,19 @@ template void describe(kernels::Problem<double>&, const Operands&, BatchDimensio
 template void describe(kernels::Directions<float>&, const Tangents&, BatchDimensions&);
 template void describe(kernels::Directions<double>&, const Tangents&, BatchDimensions&);
 
-void check_batch_dimensions(const Operands& x) {
-  if (x.query.dim() - 3 <= kernels::kMaxBatchRank) return;
-  BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
-  if (x.query.scalar_type() == at::kDouble) {
-    kernels::Problem<double> problem;
-    describe(problem, x, batch);
-    batch.complete(problem);
-  } else {
-    kernels::Problem<float> problem;
-    describe(problem, x, batch);
-    batch.complete(problem);
+void check_batch_dimensions(const char* op, const Operands& x) {
+  const int64_t rank = x.query.dim() - 3;
+  if (rank <= kernels::kMaxBatchRank) return;
+  if (x.query.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;  // when it is run
+  BatchDimensions batch(x.query.sizes().slice(0, rank), op);
+  int64_t strides[kernels::kMaxBatchRank];
+  constexpr int64_t kInnerRanks[Operands::kTensors] = {3, 3, 3, 3, 1, 1, 1, 0};
+  const auto tensors = x.tensors();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i]) batch.add(*tensors[i], kInnerRanks[i], strides);
   }
+  kernels::Problem<float> problem;
+  batch.complete(problem);
 }
 
 }  // namespace qkv

@@ -13,9 +13,31 @@
 
 namespace qkv {
 
+/// x without repetitions in its first `rank` dimensions: those in which it is broadcast have
+/// size 1.
+inline Tensor without_repetitions(Tensor x, int64_t rank) {
+  for (int64_t d = 0; d < rank; ++d) {
+    if (x.stride(d) == 0 && x.size(d) > 1) x = x.narrow(d, 0, 1);
+  }
+  return x;
+}
+
 /// x, or a copy if its last dimension is strided, which the kernels cannot read in place.
+/// Dimensions in which it is broadcast still are.
 inline Tensor with_unit_columns(const Tensor& x) {
-  return x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous();
+  if (x.stride(-1) == 1 || x.size(-1) <= 1) return x;
+  return without_repetitions(x, x.dim() - 1).contiguous().expand(x.sizes());
+}
+
+/// Operands as kernels read them: masks as they are, query, key and value as they are stored,
+/// numbers of heads in the dtype that sums are taken in.
+inline Operands readable(Operands x, at::ScalarType real) {
+  x.query = with_unit_columns(x.query);
+  x.key = with_unit_columns(x.key);
+  x.value = with_unit_columns(x.value);
+  if (x.alibi_slopes) x.alibi_slopes = x.alibi_slopes->to(real);
+  if (x.sinks) x.sinks = x.sinks->to(real);
+  return x;
 }
 
 /// Where kernels write what goes to `result`: itself, if it has the kernels' dtype.
@@ -28,7 +50,9 @@ inline Tensor writable(const Tensor& result, at::ScalarType real) {
 /// are merged, so that most calls have one or none.
 class BatchDimensions {
  public:
-  explicit BatchDimensions(at::IntArrayRef sizes) : sizes_(sizes.vec()) {}
+  /// Messages start with `op`.
+  explicit BatchDimensions(at::IntArrayRef sizes, const char* op = "qkv")
+      : sizes_(sizes.vec()), op_(op) {}
 
   /// A tensor with `inner_rank` dimensions after its batch; where the batch dimensions broadcast,
   /// its strides are 0. They go to `to` when the problem is completed.
@@ -54,6 +78,7 @@ class BatchDimensions {
   void merge();
 
   std::vector<int64_t> sizes_;
+  const char* op_;
   std::vector<Strides> tensors_;
 };
 
@@ -119,8 +144,8 @@ template <class T>
 void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& batch);
 
 /// Raises an error if the operands have more batch dimensions than kernels handle; before anything
-/// is allocated.
-void check_batch_dimensions(const Operands& x);
+/// is allocated. Messages start with `op`.
+void check_batch_dimensions(const char* op, const Operands& x);
 
 template <class T>
 void describe(kernels::Directions<T>& directions, const Tangents& tangents, BatchDimensions& batch);

@@ -7,9 +7,11 @@
 namespace qkv {
 
 /// A public operator takes its arguments one by one, as a schema must have them. Here they are put
-/// together into Arguments, and taken apart for a call.
+/// together into Arguments, and taken apart for a call. One that is made calls an operator: it is
+/// looked up once.
 template <class Result>
-struct AttentionOp {
+class AttentionOp {
+ public:
   using Flat = Result(const Tensor& query, const Tensor& key, const Tensor& value,
                       const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
                       std::optional<double> scale, bool enable_gqa,
@@ -30,16 +32,23 @@ struct AttentionOp {
                     alibi_slopes, sinks, key_mask});
   }
 
-  static Result call(const char* name, const Arguments& a) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Flat>().call(
-        a.query, a.key, *a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa,
-        a.window ? at::OptionalSymIntArrayRef(*a.window) : std::nullopt, a.query_offset, a.softcap,
-        a.alibi_slopes, a.sinks, a.key_mask);
+  explicit AttentionOp(const char* name)
+      : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Flat>()) {}
+
+  Result operator()(const Arguments& a) const {
+    return handle_.call(a.query, a.key, *a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale,
+                        a.enable_gqa,
+                        a.window ? at::OptionalSymIntArrayRef(*a.window) : std::nullopt,
+                        a.query_offset, a.softcap, a.alibi_slopes, a.sinks, a.key_mask);
   }
+
+ private:
+  c10::TypedOperatorHandle<Flat> handle_;
 };
 
 /// attention_weights: neither value nor dropout.
-struct AttentionWeightsOp {
+class AttentionWeightsOp {
+ public:
   using Flat = Tensor(const Tensor& query, const Tensor& key, const OptionalTensor& attn_mask,
                       bool is_causal, std::optional<double> scale, bool enable_gqa,
                       at::OptionalSymIntArrayRef window, std::optional<c10::SymInt> query_offset,
@@ -57,12 +66,17 @@ struct AttentionWeightsOp {
                     alibi_slopes, sinks, key_mask});
   }
 
-  static Tensor call(const char* name, const Arguments& a) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Flat>().call(
-        a.query, a.key, a.attn_mask, a.is_causal, a.scale, a.enable_gqa,
-        a.window ? at::OptionalSymIntArrayRef(*a.window) : std::nullopt, a.query_offset, a.softcap,
-        a.alibi_slopes, a.sinks, a.key_mask);
+  explicit AttentionWeightsOp(const char* name)
+      : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Flat>()) {}
+
+  Tensor operator()(const Arguments& a) const {
+    return handle_.call(a.query, a.key, a.attn_mask, a.is_causal, a.scale, a.enable_gqa,
+                        a.window ? at::OptionalSymIntArrayRef(*a.window) : std::nullopt,
+                        a.query_offset, a.softcap, a.alibi_slopes, a.sinks, a.key_mask);
   }
+
+ private:
+  c10::TypedOperatorHandle<Flat> handle_;
 };
 
 }  // namespace qkv

@@ -51,9 +51,10 @@ def attention(
         query_offset: position of query 0 among the keys. 0, the default, aligns causal masks to
             the upper left as PyTorch does; N - M to the lower right as FlashAttention does.
         softcap: scores become softcap * tanh(score / softcap) before masks are added; 0 = off.
-        alibi_slopes: (Hq) or (B.., Hq): subtracts slope * |i + query_offset - j| (ALiBi,
-            arXiv:2108.12409).
-        sinks: (Hq) or (B.., Hq): a further score in each row's softmax that has no value.
+        alibi_slopes: (Hq) or (B.., Hq), query's dtype or float32: subtracts
+            slope * |i + query_offset - j| (ALiBi, arXiv:2108.12409).
+        sinks: (Hq) or (B.., Hq), query's dtype or float32: a further score in each row's softmax
+            that has no value.
         key_mask: bool, broadcasts to (B.., N): True = may be attended to.
 
     Returns:
@@ -99,9 +100,11 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention` and the log of its softmax denominators, both differentiable.
 
+    Args and Raises: as those of :func:`attention`.
+
     Returns:
-        The output, and logsumexp (B.., Hq, M): natural log, float32 (float64 for float64), -inf
-        for rows that may attend to no key.
+        The output, and logsumexp (B.., Hq, M): natural log, float32 (float64 for float64). Of a row
+        that may attend to no key it is its head's sink, -inf without sinks.
     """
     return torch.ops.qkv.attention_with_lse(
         query,
@@ -138,6 +141,8 @@ def attention_weights(
 ) -> Tensor:
     """The attention weights, before dropout: the M x N matrix that :func:`attention` never builds.
 
+    Args and Raises: as those of :func:`attention`.
+
     Returns:
         (B.., Hq, M, N) in query's dtype, differentiable.
     """
@@ -158,5 +163,9 @@ def attention_weights(
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> str:
-    """Which kernel :func:`attention` would run on these arguments, and why. Computes nothing."""
+    """Which kernels :func:`attention` and its derivatives would run on these arguments, or why none
+    is fused, and what the band is. Computes nothing.
+
+    Args and Raises: as those of :func:`attention`.
+    """
     return torch.ops.qkv.explain(query, key, value, *args, **kwargs)

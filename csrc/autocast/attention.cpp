@@ -26,25 +26,29 @@ constexpr c10::DispatchKey autocast_key(c10::DeviceType device) {
 template <c10::DeviceType kDevice>
 Tensor attention(const Arguments& a) {
   c10::impl::ExcludeDispatchKeyGuard guard(autocast_key(kDevice));
-  return AttentionOp<Tensor>::call("qkv::attention", cast<kDevice>(a));
+  static const AttentionOp<Tensor> op("qkv::attention");
+  return op(cast<kDevice>(a));
 }
 
 template <c10::DeviceType kDevice>
 std::tuple<Tensor, Tensor> attention_with_lse(const Arguments& a) {
   c10::impl::ExcludeDispatchKeyGuard guard(autocast_key(kDevice));
-  return AttentionOp<std::tuple<Tensor, Tensor>>::call("qkv::attention_with_lse", cast<kDevice>(a));
+  static const AttentionOp<std::tuple<Tensor, Tensor>> op("qkv::attention_with_lse");
+  return op(cast<kDevice>(a));
 }
 
 template <c10::DeviceType kDevice>
 Tensor attention_weights(const Arguments& a) {
   c10::impl::ExcludeDispatchKeyGuard guard(autocast_key(kDevice));
-  return AttentionWeightsOp::call("qkv::attention_weights", cast<kDevice>(a));
+  static const AttentionWeightsOp op("qkv::attention_weights");
+  return op(cast<kDevice>(a));
 }
 
 template <c10::DeviceType kDevice>
 std::string explain(const Arguments& a) {
   c10::impl::ExcludeDispatchKeyGuard guard(autocast_key(kDevice));
-  return AttentionOp<std::string>::call("qkv::explain", cast<kDevice>(a));
+  static const AttentionOp<std::string> op("qkv::explain");
+  return op(cast<kDevice>(a));
 }
 
 template <c10::DeviceType kDevice>

@@ -15,6 +15,8 @@ namespace qkv::cpu {
 
 namespace {
 
+constexpr const char* kOp = "qkv::_attention_backward";
+
 /// The gradients of alibi_slopes and sinks, per head by a kernel.
 template <class T>
 void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
@@ -84,20 +86,12 @@ void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const 
   if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
 }
 
-/// The kernels that multiply in bfloat16, if there are any for this problem.
-const kernels::BFloat16BackwardKernels* bfloat16_kernels_for(const Operands& x) {
-  const auto* kernels = kernel_table().bfloat16_backward;
-  if (kernels == nullptr || x.query.scalar_type() != at::kBFloat16) return nullptr;
-  return kernels->takes(sizes_of<float>(x)) ? kernels : nullptr;
-}
-
 TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_out,
                                   const OptionalTensor& grad_lse, const Tensor& out,
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
-  constexpr const char* kOp = "qkv::_attention_backward";
   check_backward(kOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
-  check_batch_dimensions(operands);
+  check_batch_dimensions(kOp, operands);
   const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
   if (nothing_attends && !(needs[5] && lse.numel() > 0)) {
@@ -120,7 +114,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   if (real == at::kDouble) {
     run<double>(kernels_for<double>(), x, incoming, dense_grad_lse, of_forward, grads, needs);
   } else {
-    const auto* in_bfloat16 = bfloat16_kernels_for(operands);
+    const auto* in_bfloat16 = bfloat16_kernels_for(operands, kernel_table().bfloat16_backward);
     const kernels::BackwardKernels<float>* of_splits = in_bfloat16;
     if (in_bfloat16 == nullptr) of_splits = &kernels_for<float>();
     run<float>(*of_splits, x, incoming, dense_grad_lse, of_forward, grads, needs);

@@ -17,6 +17,8 @@ namespace qkv::cpu {
 
 namespace {
 
+constexpr const char* kOp = "qkv::_attention_backward_backward";
+
 using GradientsOfSecond = std::array<Tensor, 8>;
 
 /// The tensors that the kernels read and write.
@@ -124,9 +126,9 @@ TensorTuple<8> attention_backward_backward(
     NeedsOfSecond needs) {
   const Tangents cotangents{grad_grad_query,     grad_grad_key,          grad_grad_value,
                             grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
-  check_backward_backward("qkv::_attention_backward_backward", x, grad_out, grad_lse, out, lse,
-                          out_rest, lse_rest, cotangents, needs);
-  check_batch_dimensions(x);
+  check_backward_backward(kOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest, cotangents,
+                          needs);
+  check_batch_dimensions(kOp, x);
   const GradientsOfSecond results = empty_gradients_of_second(x, grad_out, needs);
   if (lse.numel() == 0) {
     for (const Tensor& grad : results) grad.zero_();

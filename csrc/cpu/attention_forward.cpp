@@ -12,12 +12,7 @@ namespace qkv::cpu {
 
 namespace {
 
-/// The kernels that multiply in bfloat16, if there are any for this problem.
-const kernels::BFloat16ForwardKernels* bfloat16_kernels_for(const Operands& x) {
-  const auto* kernels = kernel_table().bfloat16_forward;
-  if (kernels == nullptr || x.query.scalar_type() != at::kBFloat16) return nullptr;
-  return kernels->takes(sizes_of<float>(x)) ? kernels : nullptr;
-}
+constexpr const char* kOp = "qkv::_attention_forward";
 
 template <class T>
 void run(const kernels::ForwardKernels<T>& kernels, const Operands& x,
@@ -55,15 +50,15 @@ void run(const kernels::ForwardKernels<T>& kernels, const Operands& x,
 }
 
 TensorTuple<4> attention_forward(const Operands& x) {
-  check_operands("qkv::_attention_forward", x);
-  check_batch_dimensions(x);
+  check_operands(kOp, x);
+  check_batch_dimensions(kOp, x);
   const auto results = empty_forward_results(x);
   const Tensor& lse = std::get<1>(results);
   if (lse.numel() == 0) return results;
   const Operands stored = readable(x, lse.scalar_type());
   if (lse.scalar_type() == at::kDouble) {
     run<double>(kernels_for<double>(), stored, results);
-  } else if (const auto* in_bfloat16 = bfloat16_kernels_for(x)) {
+  } else if (const auto* in_bfloat16 = bfloat16_kernels_for(x, kernel_table().bfloat16_forward)) {
     run<float>(*in_bfloat16, stored, results);
   } else {
     run<float>(kernels_for<float>(), stored, results);

@@ -12,6 +12,8 @@ namespace qkv::cpu {
 
 namespace {
 
+constexpr const char* kOp = "qkv::_attention_jvp";
+
 template <class T>
 void run(const Operands& x, const Tangents& tangents, const Tensor& out, const Tensor& lse,
          const Tensor& lse_rest, const Tensor& out_t, const Tensor& lse_t) {
@@ -40,8 +42,8 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor&
                              const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
                              const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
   const Tangents tangents{query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t};
-  check_jvp("qkv::_attention_jvp", x, out, lse, out_rest, lse_rest, tangents);
-  check_batch_dimensions(x);
+  check_jvp(kOp, x, out, lse, out_rest, lse_rest, tangents);
+  check_batch_dimensions(kOp, x);
   const Tensor out_t = empty_output(x), lse_t = empty_logsumexp(x);
   if (lse.numel() == 0) return {out_t, lse_t};
   const auto real = lse.scalar_type();

@@ -87,7 +87,7 @@ class Heads {
   bool all_;
 };
 
-/// A needed gradient is a sum over heads.
+/// Whether a gradient that is asked for is summed over heads: those cannot be worked on apart then.
 inline bool sums_over_heads(const Operands& x, const Needs& needs) {
   const auto tensors = x.tensors();
   for (size_t i = 3; i < needs.size(); ++i) {

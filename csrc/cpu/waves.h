@@ -54,7 +54,8 @@ class Waves {
         if (waits) filled[wave].fetch_add(1, std::memory_order_release);
       }
     };
-    // A thread that took a few, as many as there are, could take all that fills a wave.
+    // A thread that took several at a time could take a whole wave, and the others would wait for
+    // it.
     for_each_unit(size_, scratch_bytes, workspace, work, /*one_by_one=*/waits);
   }
 

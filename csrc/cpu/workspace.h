@@ -18,7 +18,8 @@ class Workspace {
  public:
   Workspace() : of_workers_(at::get_num_threads()) {}
 
-  /// At least so many bytes, until it is called again. A thread asks for what it is to use.
+  /// At least `bytes` bytes, valid until the next call. Each worker asks for its own, so that
+  /// memory is first touched by the thread that uses it.
   void* of_worker(int64_t worker, int64_t bytes) { return of_workers_[worker].at_least(bytes); }
   void* buffers(int64_t bytes) { return buffers_.at_least(bytes); }
 

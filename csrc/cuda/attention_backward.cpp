@@ -46,7 +46,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
   check_backward(kOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
-  check_batch_dimensions(operands);
+  check_batch_dimensions(kOp, operands);
   const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
   if (nothing_attends && !(needs[5] && lse.numel() > 0)) {

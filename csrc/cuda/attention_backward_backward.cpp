@@ -87,7 +87,7 @@ TensorTuple<8> attention_backward_backward(
                             grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
   check_backward_backward(kOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest, cotangents,
                           needs);
-  check_batch_dimensions(x);
+  check_batch_dimensions(kOp, x);
   const std::array<Tensor, 8> results = empty_gradients_of_second(x, grad_out, needs);
   if (lse.numel() == 0) {
     for (const Tensor& grad : results) grad.zero_();

@@ -36,7 +36,7 @@ void run(const Operands& x, const TensorTuple<4>& results) {
 
 TensorTuple<4> attention_forward(const Operands& x) {
   check_operands(kOp, x);
-  check_batch_dimensions(x);
+  check_batch_dimensions(kOp, x);
   const auto results = empty_forward_results(x);
   const auto real = std::get<1>(results).scalar_type();
   if (std::get<1>(results).numel() == 0) return results;

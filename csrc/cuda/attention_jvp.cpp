@@ -41,7 +41,7 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor&
                              const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
   const Tangents tangents{query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t};
   check_jvp(kOp, x, out, lse, out_rest, lse_rest, tangents);
-  check_batch_dimensions(x);
+  check_batch_dimensions(kOp, x);
   const Tensor out_t = empty_output(x), lse_t = empty_logsumexp(x);
   if (lse.numel() == 0) return {out_t, lse_t};
   const auto real = lse.scalar_type();

@@ -4,13 +4,16 @@
 
 #include "checks.h"
 #include "layout.h"
+#include "problem.h"
 
 namespace qkv {
 
 namespace {
 
 TensorTuple<4> attention_forward(const Operands& x) {
-  check_operands("qkv::_attention_forward", x);
+  constexpr const char* kOp = "qkv::_attention_forward";
+  check_operands(kOp, x);
+  check_batch_dimensions(kOp, x);
   return empty_forward_results(x);
 }
 

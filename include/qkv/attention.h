@@ -68,23 +68,26 @@ struct AttentionOptions {
 QKV_API at::Tensor attention(const at::Tensor& query, const at::Tensor& key,
                              const at::Tensor& value, const AttentionOptions& options = {});
 
-/// attention() and the log of its softmax denominators, both differentiable.
+/// attention() and the log of its softmax denominators, both differentiable. Parameters and errors
+/// are those of attention().
 ///
-/// \returns the output, and logsumexp (B.., Hq, M): natural log, float32 (float64 for float64),
-///     -inf for rows that may attend to no key.
+/// \returns the output, and logsumexp (B.., Hq, M): natural log, float32 (float64 for float64). Of
+/// a
+///     row that may attend to no key it is its head's sink, -inf without sinks.
 QKV_API std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query,
                                                               const at::Tensor& key,
                                                               const at::Tensor& value,
                                                               const AttentionOptions& options = {});
 
 /// The attention weights, before dropout (options.dropout_p must be 0): this is the M x N matrix
-/// that attention() never builds.
+/// that attention() never builds. Parameters and errors are those of attention().
 ///
 /// \returns (B.., Hq, M, N) in query's dtype, differentiable.
 QKV_API at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
                                      const AttentionOptions& options = {});
 
-/// Which kernel attention() would run on these arguments, and why. Computes nothing.
+/// Which kernels attention() and its derivatives would run on these arguments, or why none is
+/// fused, and what the band is. Computes nothing. Parameters and errors are those of attention().
 QKV_API std::string explain(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const AttentionOptions& options = {});
 

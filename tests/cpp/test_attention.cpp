@@ -195,6 +195,11 @@ TEST(Attention, SaysWhatItRuns) {
   const std::string fused = qkv::explain(x, x, x, qkv::AttentionOptions().is_causal(true));
   EXPECT_NE(fused.find("fused cpu float32"), std::string::npos) << fused;
   EXPECT_NE(fused.find("B=[2] Hq=4 Hkv=4 M=3 N=3 D=8 Dv=8"), std::string::npos) << fused;
+  EXPECT_NE(fused.find("jvp of a jvp       unfused"), std::string::npos) << fused;
+  EXPECT_EQ(fused.find("products"), std::string::npos) << fused;
+  const Tensor halves = x.to(torch::kBFloat16);
+  EXPECT_NE(qkv::explain(halves, halves, halves).find("products           forward "),
+            std::string::npos);
 }
 
 TEST(Attention, KnowsItsVersion) {

@@ -4,6 +4,8 @@ says otherwise. What is about the CPU itself is left out there.
 QKV_STRICT=1 makes an error of every fallback to the unfused reference. Tests of what has no fused
 kernel say so: they are marked `unfused`, and may."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -20,6 +22,9 @@ OF_THE_CPU = {
     "test_worked_examples",
 }
 
+# What a machine without hypothesis cannot run.
+LACKING = {"test_fuzz", "test_gradients"} if find_spec("hypothesis") is None else set()
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -32,12 +37,14 @@ def pytest_configure(config):
         torch.set_default_device(config.getoption("--device"))
 
 
-def pytest_collection_modifyitems(config, items):
-    if config.getoption("--device") == "cpu":
-        return
-    for item in items:
-        if item.path.stem in OF_THE_CPU:
-            item.add_marker(pytest.mark.skip(reason="about the CPU, or about no device"))
+def pytest_report_header():
+    return f"for lack of hypothesis, not run: {', '.join(sorted(LACKING))}" if LACKING else None
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Not even imported: a machine with a GPU may have no more than pytest and torch."""
+    of_the_cpu = collection_path.stem in OF_THE_CPU and config.getoption("--device") != "cpu"
+    return True if of_the_cpu or collection_path.stem in LACKING else None
 
 
 @pytest.fixture(autouse=True)

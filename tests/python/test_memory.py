@@ -1,4 +1,5 @@
-"""Peak memory of forward, backward, double backward and forward mode grows linearly with the length."""
+"""Peak memory of forward, backward, double backward and forward mode grows linearly with the length;
+keys that a batch shares are not repeated."""
 
 import subprocess
 import sys
@@ -51,3 +52,21 @@ def test_linear_in_the_length(what, width):
     few, many = peak(what, 4096, width), peak(what, 16384, width)
     print(f"{what}: {few:.0f} MiB at N = 4096, {many:.0f} MiB at N = 16384")
     assert 2 < few and many < 4.5 * few
+
+
+SHARED = r"""
+import torch, qkv
+from torch.profiler import profile
+
+key, value = (torch.randn(2, 64, 2048).transpose(-2, -1) for _ in range(2))  # 1 MiB each
+query = torch.randn(128, 2, 1, 64)
+with profile(profile_memory=True) as of_call:
+    qkv.attention(query, key, value)
+print(sum(max(x.self_cpu_memory_usage, 0) for x in of_call.key_averages()) / 2**20)
+"""
+
+
+def test_strided_keys_of_a_whole_batch_are_copied_once():
+    done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 2 <= float(done.stdout) < 10  # MiB; for each batch element: 256
