@@ -6,15 +6,23 @@ The wheel holds qkv/*.py, qkv/lib/libqkv.so (no Python in it), qkv/include and a
 """
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Distribution, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # with no isolation, pip does not look
+    raise SystemExit(
+        f"qkv: setuptools {setuptools.__version__} is too old to build with; "
+        "pip install 'setuptools>=77' cmake ninja"
+    )
+from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
 
@@ -49,7 +57,10 @@ class BuildWithCMake(build_py):
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         package = Path(self.build_lib).resolve() / "qkv"
         subprocess.run(configure, check=True)
-        subprocess.run([cmake(), "--build", build, "--target", "qkv", "--parallel"], check=True)
+        jobs = os.environ.get("QKV_JOBS", str(os.cpu_count()))
+        subprocess.run(
+            [cmake(), "--build", build, "--target", "qkv", "--parallel", jobs], check=True
+        )
         subprocess.run([cmake(), "--install", build, "--prefix", package], check=True)
 
 

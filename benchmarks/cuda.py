@@ -189,7 +189,9 @@ def row(p: Point, times: dict[str, list[float]], limit: dict[str, float]) -> str
 
 def main(argv: Optional[list[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parents[1] / "build" / "benchmarks"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--filter", default="", help="words that a point's name contains")
     args = parser.parse_args(argv)

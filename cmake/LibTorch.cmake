@@ -46,11 +46,18 @@ if(NOT QKV_TORCH_DIR)
 endif()
 
 set(QKV_TORCH_DIR "${QKV_TORCH_DIR}" CACHE PATH "The torch directory, with include/ and lib/")
-file(STRINGS "${QKV_TORCH_DIR}/include/torch/headeronly/version.h" _qkv_lines
+set(_qkv_version_h "${QKV_TORCH_DIR}/include/torch/headeronly/version.h")
+if(NOT EXISTS "${_qkv_version_h}")
+  message(FATAL_ERROR "qkv: needs LibTorch 2.11 or later; the one in ${QKV_TORCH_DIR} is older, or none.")
+endif()
+file(STRINGS "${_qkv_version_h}" _qkv_lines
      REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
 string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*PATCH ([0-9]+).*" "\\1.\\2.\\3"
        QKV_TORCH_VERSION "${_qkv_lines}")
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" QKV_TORCH_VERSION_MAJOR_MINOR "${QKV_TORCH_VERSION}")
+if(QKV_TORCH_VERSION VERSION_LESS 2.11)
+  message(FATAL_ERROR "qkv: needs LibTorch 2.11 or later; that in ${QKV_TORCH_DIR} is ${QKV_TORCH_VERSION}.")
+endif()
 
 add_library(qkv::libtorch INTERFACE IMPORTED)
 target_include_directories(qkv::libtorch SYSTEM INTERFACE

@@ -11,7 +11,7 @@ scripts/setup.sh
 say "Building"
 if [ "${1:-}" = cuda ]; then
   scripts/build.sh
-  PYTHONPATH=$PWD exec "$PYTHON" benchmarks/cuda.py "${@:2}"
+  python_in_caller benchmarks/cuda.py "${@:2}"
 fi
 scripts/build.sh benchmarks
-PYTHONPATH=$PWD exec "$PYTHON" benchmarks/run.py "$@"
+python_in_caller benchmarks/run.py "$@"

@@ -30,7 +30,7 @@ fi
   { cat build-configure.log; exit 1; }
 grep -- '-- qkv' build-configure.log || true
 rm -f build-configure.log
-"$cmake" --build build --parallel --target "${targets[@]}"
+"$cmake" --build build --parallel "${QKV_JOBS:-$(nproc)}" --target "${targets[@]}"
 
 # Make `import qkv` find this tree from .venv (nothing is installed into another Python).
 if [ -z "${QKV_PYTHON:-}" ]; then

@@ -7,4 +7,4 @@ source "$(dirname "$0")/environment.sh"
 scripts/setup.sh
 say "Building"
 scripts/build.sh examples
-PYTHONPATH=$PWD exec "$PYTHON" examples/demo.py "$@"
+python_in_caller examples/demo.py "$@"

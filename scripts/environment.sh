@@ -4,9 +4,27 @@
 #                             machines without a network). Otherwise .venv, made by setup.sh.
 
 set -euo pipefail
+CALLER=$PWD # where paths among arguments begin
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+in_caller() { if [[ $1 = /* ]]; then echo "$1"; else echo "$CALLER/$1"; fi; }
+
+if [ -n "${QKV_PYTHON:-}" ]; then
+  if [[ $QKV_PYTHON = */* ]]; then
+    QKV_PYTHON=$(in_caller "$QKV_PYTHON")
+  else
+    QKV_PYTHON=$(command -v "$QKV_PYTHON") || { echo "error: there is no $QKV_PYTHON" >&2; exit 1; }
+  fi
+  export QKV_PYTHON
+fi
 PYTHON=${QKV_PYTHON:-$PWD/.venv/bin/python}
+
+# python_in_caller PROGRAM ARGUMENT..   ends the script with it
+python_in_caller() {
+  local root=$PWD
+  cd "$CALLER"
+  PYTHONPATH=$root exec "$PYTHON" "$root/$1" "${@:2}"
+}
 
 # Prefer the tools that come with that Python.
 tool() {

@@ -8,7 +8,7 @@
 source "$(dirname "$0")/environment.sh"
 
 output=build/gpu_check
-[ "${1:-}" = --output ] && output=$2
+[ "${1:-}" = --output ] && output=$(in_caller "$2")
 mkdir -p "$output"
 exec > >(tee "$output/gpu_check.log") 2>&1
 
@@ -18,6 +18,7 @@ if [ -z "${QKV_PYTHON:-}" ] && [ ! -x .venv/bin/python ]; then
   PYTHON=$QKV_PYTHON
 fi
 "$PYTHON" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
+"$PYTHON" -c 'import pytest' || fail "the tests need pytest: $PYTHON -m pip install pytest hypothesis"
 say "Building"
 scripts/build.sh
 export PYTHONPATH=$PWD OMP_NUM_THREADS=2

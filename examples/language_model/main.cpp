@@ -53,7 +53,7 @@ int main(int argc, char** argv) {
     command->add_option("--text", files, "files to train on")->required();
   }
   training->add_option("--minutes", options.minutes, "how long")->check(CLI::PositiveNumber);
-  training->add_flag("--resume", options.resume, "continue from the checkpoint in --output");
+  training->add_flag("--resume", options.resume, "begin with the checkpoint in --output");
   training->add_option("--batch", options.batch, "windows a step")->check(CLI::PositiveNumber);
   training->add_option("--learning-rate", options.learning_rate, "highest learning rate");
   training->add_flag("--json", json, "report progress as JSON lines");

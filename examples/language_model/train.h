@@ -28,8 +28,9 @@ struct Progress {
 /// Mean loss (nats a byte) over the validation text.
 double validation_loss(LanguageModel& model, const Text& text);
 
-/// Trains for the time given and writes the checkpoint, then and every half minute, so that an
-/// interrupted training can be resumed. Calls `report` about once a second.
+/// Trains for the time given and writes the checkpoint, then and every ten seconds, so that an
+/// interrupted training can be resumed: with its weights and its optimizer, while time and learning
+/// rate begin anew. Calls `report` about once a second.
 Progress train(LanguageModel& model, const Text& text, const TrainingOptions& options,
                const std::function<void(const Progress&)>& report);
 
