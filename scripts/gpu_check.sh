@@ -18,7 +18,6 @@ if [ -z "${QKV_PYTHON:-}" ] && [ ! -x .venv/bin/python ]; then
   PYTHON=$QKV_PYTHON
 fi
 "$PYTHON" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
-"$PYTHON" -c 'import pytest' || fail "the tests need pytest: $PYTHON -m pip install pytest hypothesis"
 say "Building"
 scripts/build.sh
 export PYTHONPATH=$PWD OMP_NUM_THREADS=2
@@ -29,6 +28,7 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
 fi
 
 failed=0
+"$PYTHON" -c 'import pytest' || fail "the tests need pytest: $PYTHON -m pip install pytest hypothesis"
 say "Tests on $("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')"
 "$PYTHON" -m pytest -q --device cuda tests/python || failed=1
 
