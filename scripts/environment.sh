@@ -13,7 +13,7 @@ if [ -n "${QKV_PYTHON:-}" ]; then
   if [[ $QKV_PYTHON = */* ]]; then
     QKV_PYTHON=$(in_caller "$QKV_PYTHON")
   else
-    QKV_PYTHON=$(command -v "$QKV_PYTHON") || { echo "error: there is no $QKV_PYTHON" >&2; exit 1; }
+    QKV_PYTHON=$(command -v "$QKV_PYTHON") || { echo "error: there is no such QKV_PYTHON" >&2; exit 1; }
   fi
   export QKV_PYTHON
 fi
