@@ -17,8 +17,8 @@ std::string kernel_name(const Call& call) {
                   ' ', isa);
 }
 
-/// A kernel of a CPU for bfloat16 multiplies such numbers themselves where the processor can and
-/// sums are long enough for their roundings to average out, or float32 ones made of them.
+/// What CPU kernels multiply for bfloat16 operands: bfloat16 where the processor can and sums are
+/// long enough for roundings to average out, else float32 converted from it.
 std::string products(const Operands& x) {
   const auto& table = cpu::kernel_table();
   const auto numbers = [&](const auto* kernels) {

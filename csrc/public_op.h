@@ -7,8 +7,8 @@
 namespace qkv {
 
 /// A public operator takes its arguments one by one, as a schema must have them. Here they are put
-/// together into Arguments, and taken apart for a call. One that is made calls an operator: it is
-/// looked up once.
+/// together into Arguments, and taken apart for a call. An object of this calls the operator of a
+/// name, which it looks up once.
 template <class Result>
 class AttentionOp {
  public:

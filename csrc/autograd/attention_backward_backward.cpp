@@ -42,8 +42,8 @@ struct QkvAttentionThirdOrder : OperandsNode<QkvAttentionThirdOrder> {
       Tensor alias = at::alias(*input);
       something_varies |= alias.requires_grad();
       if (!needed) return alias;
-      // One of a level of torch.func that has ended is one of the level outside, where it may be
-      // constant.
+      // When its torch.func level has ended, a tensor is that of the level outside, where it may be
+      // a constant.
       if (!alias.requires_grad()) alias.requires_grad_();
       wanted.push_back(alias);
       return alias;

@@ -15,7 +15,7 @@ std::vector<int64_t> sizes_of_one_key(const at::Tensor& x) {
   return sizes;
 }
 
-/// Of a cache that inference mode began, too, others may go on.
+/// An ordinary tensor in inference mode too, or the cache could not be used outside it.
 at::Tensor with_room_for(int64_t max_length, const at::Tensor& x) {
   const c10::InferenceMode none(false);
   auto sizes = x.sizes().vec();
