@@ -76,7 +76,8 @@ __attribute__((target("avx512f,avx512bf16"))) void avx512_bf16() {
 
 /// Products of tiles of 16 x 32 and 32 x 16 numbers. Four sums in turn are enough, and more are
 /// slower where another machine shares the core (amx_tiles.h).
-void amx() {
+template <class Multiply>
+void amx(Multiply multiply_four) {
   struct alignas(64) Shapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -84,12 +85,25 @@ void amx() {
   };
   static const Shapes shapes;
   __asm__ volatile("ldtilecfg %0" ::"m"(shapes));  // and sets the tiles to zero
-  for (int64_t i = 0; i < kMultiplyAdds / (4 * 16 * 16 * 32); ++i) {
+  for (int64_t i = 0; i < kMultiplyAdds / (4 * 16 * 16 * 32); ++i) multiply_four();
+  __asm__ volatile("tilerelease");
+}
+
+void amx_bfloat16() {
+  amx([] {
     __asm__ volatile(
         "tdpbf16ps %tmm7, %tmm6, %tmm0\n tdpbf16ps %tmm7, %tmm6, %tmm1\n"
         "tdpbf16ps %tmm7, %tmm6, %tmm2\n tdpbf16ps %tmm7, %tmm6, %tmm3");
-  }
-  __asm__ volatile("tilerelease");
+  });
+}
+
+/// The same of tdpfp16ps, in bytes as in amx_registers.h.
+void amx_float16() {
+  amx([] {
+    __asm__ volatile(
+        ".byte 0xc4, 0xe2, 0x43, 0x5c, 0xc6\n .byte 0xc4, 0xe2, 0x43, 0x5c, 0xce\n"
+        ".byte 0xc4, 0xe2, 0x43, 0x5c, 0xd6\n .byte 0xc4, 0xe2, 0x43, 0x5c, 0xde");
+  });
 }
 
 bool amx_is_here() {
@@ -105,12 +119,16 @@ bool amx_is_here() {
 bool has_float32() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 bool has_bfloat16() { return __builtin_cpu_supports("avx512bf16"); }
 void multiply_add_float32() { on_every_thread(__builtin_cpu_supports("avx512f") ? avx512 : avx2); }
-void multiply_add_bfloat16() { on_every_thread(amx_is_here() ? amx : avx512_bf16); }
+void multiply_add_bfloat16() { on_every_thread(amx_is_here() ? amx_bfloat16 : avx512_bf16); }
+bool has_float16() { return amx_is_here() && qkv::kernels::has_amx_fp16(); }
+void multiply_add_float16() { on_every_thread(amx_float16); }
 #else
 bool has_float32() { return false; }
 bool has_bfloat16() { return false; }
 void multiply_add_float32() {}
 void multiply_add_bfloat16() {}
+bool has_float16() { return false; }
+void multiply_add_float16() {}
 #endif
 
 void read(const torch::Tensor& x) {

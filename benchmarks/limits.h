@@ -12,12 +12,16 @@ constexpr int64_t kMultiplyAdds = int64_t(1) << 24;
 /// Whether this processor has the instructions that the kernels would use at best.
 bool has_float32();
 bool has_bfloat16();
+bool has_float16();
 
 /// kMultiplyAdds multiply-adds of float32 in registers, on every thread of ATen's.
 void multiply_add_float32();
 
 /// The same of bfloat16, summed in float32: of tiles where the processor has AMX.
 void multiply_add_bfloat16();
+
+/// The same of tiles of float16.
+void multiply_add_float16();
 
 /// Reads a dense tensor from memory, on every thread of ATen's.
 void read(const torch::Tensor& x);

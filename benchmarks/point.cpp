@@ -181,6 +181,7 @@ std::map<std::string, std::function<void()>> Point::systems() const {
   if (has_math()) systems["math"] = timed(pass_, pytorch(true));
   if (limits::has_float32()) systems["multiply_add_float32"] = limits::multiply_add_float32;
   if (limits::has_bfloat16()) systems["multiply_add_bfloat16"] = limits::multiply_add_bfloat16;
+  if (limits::has_float16()) systems["multiply_add_float16"] = limits::multiply_add_float16;
   systems["read"] = [this] {
     limits::read(key_);
     limits::read(value_);

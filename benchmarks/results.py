@@ -128,8 +128,7 @@ class Result:
         float32 = self.best("multiply_add_float32")
         if float32 is None or p["dtype"] == "float64":
             return None
-        in_bfloat16 = p["dtype"] == "bfloat16" and "multiply_add_bfloat16" in self.seconds
-        products = self.best("multiply_add_bfloat16") if in_bfloat16 else float32
+        products = self.best(f"multiply_add_{p['dtype']}") or float32
         key_wide, value_wide, exponentials = WORK[p["pass"]]
         width = key_wide * p["head_dim"] + value_wide * p.get("value_dim", p["head_dim"])
         terms, operations = self.pairs * width, self.pairs * exponentials * OPERATIONS_OF_EXP

@@ -17,14 +17,15 @@ std::string kernel_name(const Call& call) {
                   ' ', isa);
 }
 
-/// What CPU kernels multiply for bfloat16 operands: bfloat16 where the processor can and sums are
-/// long enough for roundings to average out, else float32 converted from it.
+/// What CPU kernels multiply for operands in 16 bits: their type where the processor can and sums
+/// are long enough for roundings to average out, else float32 converted from it.
 std::string products(const Operands& x) {
   const auto& table = cpu::kernel_table();
-  const auto numbers = [&](const auto* kernels) {
-    return cpu::bfloat16_kernels_for(x, kernels) != nullptr ? "bfloat16" : "float32";
+  const auto numbers = [&](const auto*... kernels) {
+    const bool has_own = cpu::half_kernels_for(x, kernels...) != nullptr;
+    return dtype_name(has_own ? x.query.scalar_type() : at::kFloat);
   };
-  return c10::str("forward ", numbers(table.bfloat16_forward), ", backward ",
+  return c10::str("forward ", numbers(table.bfloat16_forward, table.float16_forward), ", backward ",
                   numbers(table.bfloat16_backward), ", second order and jvp ",
                   numbers(table.bfloat16_tangents));
 }
@@ -53,7 +54,7 @@ std::string description(const char* op, const Call& call) {
   out << "  third order        " << rest << '\n';
   out << "  jvp of a jvp       " << rest << '\n';
   const bool has_sizes = !x.query.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-  if (fused && has_sizes && x.query.is_cpu() && x.query.scalar_type() == at::kBFloat16) {
+  if (fused && has_sizes && x.query.is_cpu() && has_16_bits(x.query)) {
     out << "  products           " << products(x) << '\n';
   }
   out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)

@@ -114,7 +114,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   if (real == at::kDouble) {
     run<double>(kernels_for<double>(), x, incoming, dense_grad_lse, of_forward, grads, needs);
   } else {
-    const auto* in_bfloat16 = bfloat16_kernels_for(operands, kernel_table().bfloat16_backward);
+    const auto* in_bfloat16 = half_kernels_for(operands, kernel_table().bfloat16_backward);
     const kernels::BackwardKernels<float>* of_splits = in_bfloat16;
     if (in_bfloat16 == nullptr) of_splits = &kernels_for<float>();
     run<float>(*of_splits, x, incoming, dense_grad_lse, of_forward, grads, needs);

@@ -56,10 +56,12 @@ TensorTuple<4> attention_forward(const Operands& x) {
   const Tensor& lse = std::get<1>(results);
   if (lse.numel() == 0) return results;
   const Operands stored = readable(x, lse.scalar_type());
+  const auto& table = kernel_table();
   if (lse.scalar_type() == at::kDouble) {
     run<double>(kernels_for<double>(), stored, results);
-  } else if (const auto* in_bfloat16 = bfloat16_kernels_for(x, kernel_table().bfloat16_forward)) {
-    run<float>(*in_bfloat16, stored, results);
+  } else if (const auto* in_16_bits =
+                 half_kernels_for(x, table.bfloat16_forward, table.float16_forward)) {
+    run<float>(*in_16_bits, stored, results);
   } else {
     run<float>(kernels_for<float>(), stored, results);
   }

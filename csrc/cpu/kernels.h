@@ -11,12 +11,16 @@ const kernels::CpuKernelTable& kernel_table();
 template <class T>
 const kernels::CpuKernels<T>& kernels_for();
 
-/// Those of the table's kernels that multiply in bfloat16, if there are any for these operands;
-/// else nullptr.
+/// Those of the table's kernels that multiply in the operands' 16-bit type, if there are any for
+/// these; else nullptr.
 template <class Kernels>
-const Kernels* bfloat16_kernels_for(const Operands& x, const Kernels* of_table) {
-  if (of_table == nullptr || x.query.scalar_type() != at::kBFloat16) return nullptr;
-  return of_table->takes(sizes_of<float>(x)) ? of_table : nullptr;
+const Kernels* half_kernels_for(const Operands& x, const Kernels* of_bfloat16,
+                                const Kernels* of_float16 = nullptr) {
+  const auto type = x.query.scalar_type();
+  const Kernels* kernels = type == at::kBFloat16 ? of_bfloat16
+                           : type == at::kHalf   ? of_float16
+                                                 : nullptr;
+  return kernels != nullptr && kernels->takes(sizes_of<float>(x)) ? kernels : nullptr;
 }
 
 }  // namespace qkv::cpu

@@ -10,6 +10,8 @@ namespace qkv::kernels::QKV_ISA {
 
 /// The upper half of a float32.
 struct BFloat16 {
+  static constexpr uint16_t kExponent = 0x7f80;  // all of it set: infinite or NaN
+
   uint16_t bits;
 
   QKV_INLINE operator float() const {
@@ -30,6 +32,8 @@ struct BFloat16 {
 
 /// IEEE 754 binary16: 1 bit sign, 5 exponent, 10 mantissa.
 struct Float16 {
+  static constexpr uint16_t kExponent = 0x7c00;
+
   uint16_t bits;
 
   QKV_INLINE operator float() const {

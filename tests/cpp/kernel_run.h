@@ -36,6 +36,7 @@ struct Shape {
   bool capped = false;                                    // a softcap alone
   bool drops = false;                                     // a quarter of the weights
   bool keys_far_apart = false, values_far_apart = false;  // rows that kernels copy
+  bool has_nan = false;  // in float16 values of 4 keys after the last that a causal mask keeps
 
   bool has_softcap() const { return options || capped; }
 };
@@ -60,11 +61,23 @@ inline uint16_t bfloat16_of(float& x) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
-/// Kernels that read bfloat16, to be run instead of others or after them.
-struct OfBFloat16 {
-  const BFloat16ForwardKernels* forward = nullptr;
-  const BFloat16BackwardKernels* backward = nullptr;
-  const BFloat16TangentKernels* tangents = nullptr;
+/// A float cut off to what float16 holds, 0 if that is subnormal.
+inline uint16_t float16_of(float& x) {
+  if (std::abs(x) < 0x1p-14f) x = 0.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  bits &= 0xffffe000;
+  std::memcpy(&x, &bits, sizeof(bits));
+  const uint32_t size = bits & 0x7fffffff;
+  return static_cast<uint16_t>((bits >> 31 << 15) | (size == 0 ? 0 : (size >> 13) - (112 << 10)));
+}
+
+/// Kernels that read 16 bits, to be run instead of others or after them.
+struct OfHalf {
+  const HalfForwardKernels* forward = nullptr;
+  const HalfBackwardKernels* backward = nullptr;
+  const HalfTangentKernels* tangents = nullptr;
+  Storage storage = Storage::kBFloat16;
 };
 
 /// One problem in dense tensors, run unit by unit.
@@ -72,7 +85,7 @@ template <class T>
 class KernelRun {
  public:
   KernelRun(const CpuKernelTable& table, const Shape& shape, int64_t splits,
-            const OfBFloat16& of_bfloat16 = {})
+            const OfHalf& of_half = {})
       : kernels_(kernels_of<T>(table)), s_(shape) {
     std::mt19937 random(7);
     std::normal_distribution<double> normal;
@@ -130,9 +143,10 @@ class KernelRun {
     const ForwardKernels<T>* forward_kernels = &kernels_;
     ForwardParams<T> forward{};
     if constexpr (sizeof(T) == 4) {
-      if (of_bfloat16.forward != nullptr || of_bfloat16.backward != nullptr) {
-        const auto store = [](std::vector<T>& from, std::vector<uint16_t>& to) {
-          for (T& x : from) to.push_back(bfloat16_of(x));
+      if (of_half.forward != nullptr || of_half.backward != nullptr) {
+        const auto half_of = of_half.storage == Storage::kFloat16 ? float16_of : bfloat16_of;
+        const auto store = [half_of](std::vector<T>& from, std::vector<uint16_t>& to) {
+          for (T& x : from) to.push_back(half_of(x));
         };
         store(q_, q16_);
         store(k_, k16_);
@@ -141,13 +155,17 @@ class KernelRun {
         store(q_t_, q_t16_);
         store(k_t_, k_t16_);
         store(v_t_, v_t16_);
+        if (s_.has_nan) {
+          const int64_t first = (s_.queries + s_.band.offset) * s_.value_dim;
+          std::fill_n(v16_.begin() + first, 4 * s_.value_dim, uint16_t{0x7e00});
+        }
       }
-      if (of_bfloat16.forward != nullptr && of_bfloat16.forward->takes(p)) {
-        forward_kernels = of_bfloat16.forward;
+      if (of_half.forward != nullptr && of_half.forward->takes(p)) {
+        forward_kernels = of_half.forward;
         p.query.data = reinterpret_cast<const T*>(q16_.data());
         p.key.data = reinterpret_cast<const T*>(k16_.data());
         p.value.data = reinterpret_cast<const T*>(v16_.data());
-        p.key_value_storage = Storage::kBFloat16;
+        p.key_value_storage = of_half.storage;
       }
     }
     forward.problem = p;
@@ -203,9 +221,11 @@ class KernelRun {
                kernels_.sum_grad_query);
     run_tangents(kernels_, backward);
     if constexpr (sizeof(T) == 4) {
-      if (of_bfloat16.backward != nullptr) run_in_bfloat16(of_bfloat16, backward);
+      if (of_half.backward != nullptr) run_in_bfloat16(of_half, backward);
     }
   }
+
+  const std::vector<T>& outputs() const { return out_; }
 
   /// All outputs, gradients and derivatives along directions.
   std::vector<T> results() const {
@@ -364,8 +384,8 @@ class KernelRun {
   }
 
   /// The backward and the tangents again, from and to bfloat16.
-  void run_in_bfloat16(const OfBFloat16& of_bfloat16, BackwardParams<float> backward) {
-    const BFloat16BackwardKernels& kernels = *of_bfloat16.backward;
+  void run_in_bfloat16(const OfHalf& of_half, BackwardParams<float> backward) {
+    const HalfBackwardKernels& kernels = *of_half.backward;
     ASSERT_TRUE(kernels.takes(backward.problem));
     backward.problem.query.data = pointer(q16_);
     backward.problem.key.data = pointer(k16_);
@@ -396,8 +416,8 @@ class KernelRun {
     widen(dv, dv_);
     backward.out = operand<const T>(out_.data(), s_.queries, s_.value_dim);
     backward.out_rest = {};
-    ASSERT_TRUE(of_bfloat16.tangents->takes(backward.problem));
-    run_tangents(*of_bfloat16.tangents, backward);
+    ASSERT_TRUE(of_half.tangents->takes(backward.problem));
+    run_tangents(*of_half.tangents, backward);
   }
 
   /// The derivatives of forward and backward along all directions.

@@ -23,6 +23,9 @@ extern const char* wrong_instruction();
 namespace avx512_amx_emulated {
 extern const CpuKernelTable table;
 }
+namespace avx512_amx_fp16_emulated {
+extern const CpuKernelTable table;
+}
 namespace avx512_bf16 {
 extern const char* wrong_instruction();
 }
@@ -42,6 +45,7 @@ const std::vector<Emulated> kEmulated = {
     {"avx512_emulated", &avx512_emulated::table},
     {"avx512_bf16_emulated", &avx512_bf16_emulated::table},
     {"avx512_amx_emulated", &avx512_amx_emulated::table},
+    {"avx512_amx_fp16_emulated", &avx512_amx_fp16_emulated::table},
 #endif
 };
 
@@ -149,10 +153,9 @@ TEST_P(Kernels, DropTheSameWeights) {
   EXPECT_GT(difference, 0.1);
 }
 
-TEST_P(Kernels, ProductsInBFloat16) {
-  if (table_->bfloat16_forward == nullptr) GTEST_SKIP() << "has none";
-  const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11};
-  const Shape shapes[] = {
+const std::vector<Shape>& shapes_of_half_products() {
+  static const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11};
+  static const std::vector<Shape> shapes = {
       {1, 1, 17, 33, 8, 8, causal},
       {1, 1, 50, 300, 20, 17, all},
       {2, 1, 100, 291, 16, 33, causal},
@@ -165,7 +168,12 @@ TEST_P(Kernels, ProductsInBFloat16) {
       {2, 1, 20, 2100, 8, 8, causal, true},
       {1, 1, 170, 409, 64, 300, {-1, 0, 239}},  // several turns
   };
-  for (const Shape& shape : shapes) {
+  return shapes;
+}
+
+TEST_P(Kernels, ProductsInBFloat16) {
+  if (table_->bfloat16_forward == nullptr) GTEST_SKIP() << "has none";
+  for (const Shape& shape : shapes_of_half_products()) {
     const auto errors = KernelRun<float>(*table_, shape, 1, {table_->bfloat16_forward}).errors();
     const std::string what =
         "queries " + std::to_string(shape.queries) + " keys " + std::to_string(shape.keys);
@@ -176,6 +184,48 @@ TEST_P(Kernels, ProductsInBFloat16) {
   }
 }
 
+/// The table with the kernels of float16; the rest of it is another's.
+class Float16Kernels : public Kernels {
+ protected:
+  OfHalf multiplying() const {
+    return {table_->float16_forward, nullptr, nullptr, Storage::kFloat16};
+  }
+};
+
+TEST_P(Float16Kernels, Products) {
+  for (const Shape& shape : shapes_of_half_products()) {
+    const auto errors = KernelRun<float>(*table_, shape, 1, multiplying()).errors();
+    const std::string what =
+        "queries " + std::to_string(shape.queries) + " keys " + std::to_string(shape.keys);
+    EXPECT_LT(errors.output, 1.5e-3) << what;  // a weight is rounded by up to 2^-12
+    EXPECT_LT(errors.along, 4e-3) << what;
+    EXPECT_LT(errors.lse, 5e-5) << what;
+  }
+}
+
+TEST_P(Float16Kernels, NanReachesNobodyWhoDoesNotSeeIt) {
+  Shape shape{1, 1, 70, 300, 8, 12, {-1, 0, 150}};
+  const auto without = KernelRun<float>(*table_, shape, 1, multiplying()).outputs();
+  shape.has_nan = true;
+  EXPECT_EQ(without, KernelRun<float>(*table_, shape, 1, multiplying()).outputs());
+}
+
+TEST_P(Float16Kernels, DropTheSameWeights) {
+  const Shape shape{2, 1, 50, 200, 8, 12, {-1, 0, 150}, false, false, true};
+  const CpuKernelTable& generic = *choose_cpu_kernels("generic").table;
+  const HalfForwardKernels converting{generic.float32, [](const auto&) { return true; }};
+  const auto dropped = KernelRun<float>(*table_, shape, 1, multiplying()).outputs();
+  const auto expected =
+      KernelRun<float>(generic, shape, 1, {&converting, nullptr, nullptr, Storage::kFloat16})
+          .outputs();
+  ASSERT_EQ(dropped.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(dropped[i], expected[i], 2e-3);
+}
+
+INSTANTIATE_TEST_SUITE_P(Isa, Float16Kernels,
+                         ::testing::Values("avx512_amx_fp16", "avx512_amx_fp16_emulated"),
+                         [](const auto& info) { return std::string(info.param); });
+
 TEST_P(Kernels, OneKeyIsMoreThanATurn) {
   if (table_->bfloat16_forward != nullptr) GTEST_SKIP() << "has those of AVX-512";
   const Shape shape{1, 1, 65, 3, 1, 68000, {-1, -1, 0}};
@@ -184,7 +234,7 @@ TEST_P(Kernels, OneKeyIsMoreThanATurn) {
 
 /// As in decoding: by pairs where there are instructions for them, else converted.
 TEST_P(Kernels, FewRowsOfBFloat16) {
-  const BFloat16ForwardKernels converting{table_->float32, [](const auto&) { return true; }};
+  const HalfForwardKernels converting{table_->float32, [](const auto&) { return true; }};
   const Band all{-1, -1, 0}, causal{-1, 0, 299}, window{70, 3, 211};
   const Shape shapes[] = {
       {1, 1, 1, 300, 64, 64, all},          {4, 1, 1, 290, 72, 80, all},
@@ -208,11 +258,11 @@ TEST_P(Kernels, FewRowsOfBFloat16) {
 /// the directions with AVX512-BF16, where tiles are rounded if there are 128 keys.
 TEST_P(Kernels, DerivativesOfBFloat16) {
   const auto takes = [](const auto&) { return true; };
-  const BFloat16ForwardKernels forward{table_->float32, takes};
-  const BFloat16BackwardKernels backward{table_->float32, takes};
-  const BFloat16TangentKernels tangents{table_->float32, takes};
-  const OfBFloat16 converting{&forward, &backward, &tangents};
-  const OfBFloat16 multiplying{nullptr, table_->bfloat16_backward, table_->bfloat16_tangents};
+  const HalfForwardKernels forward{table_->float32, takes};
+  const HalfBackwardKernels backward{table_->float32, takes};
+  const HalfTangentKernels tangents{table_->float32, takes};
+  const OfHalf converting{&forward, &backward, &tangents};
+  const OfHalf multiplying{nullptr, table_->bfloat16_backward, table_->bfloat16_tangents};
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
   const Shape shapes[] = {
       {1, 1, 17, 33, 8, 8, causal},
@@ -231,7 +281,7 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {
       if (splits > (shape.keys + 95) / 96) continue;
-      for (const OfBFloat16& kernels : {converting, multiplying}) {
+      for (const OfHalf& kernels : {converting, multiplying}) {
         if (kernels.backward == nullptr) continue;
         const auto errors = KernelRun<float>(*table_, shape, splits, kernels).errors(0x1p-8);
         const std::string what = "queries " + std::to_string(shape.queries) + " keys " +

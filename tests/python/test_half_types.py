@@ -45,15 +45,16 @@ def test_at_most_twice_the_error_of_pytorch(entry, dtype):
 @half_types
 @pytest.mark.parametrize("name", MANY_KEYS)
 def test_many_keys(name, dtype):
-    """With AVX512-BF16 or AMX, those of bfloat16 are multiplied in bfloat16."""
+    """With AVX512-BF16 or AMX, those of bfloat16 are multiplied in bfloat16; with AMX-FP16, those of
+    float16 in float16."""
     check({"name": name, **BATCH, **MANY_KEYS[name]}, dtype)
 
 
-@pytest.mark.parametrize("isa", ["avx512_bf16", "avx512_amx"])
-def test_products_in_bfloat16(isa):
+@pytest.mark.parametrize("isa", ["avx512_bf16", "avx512_amx", "avx512_amx_fp16"])
+def test_products_in_16_bits(isa):
     """The same where they are not this processor's choice."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_many_keys", "-k", "bfloat16"],
+        [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_many_keys"],
         env={**os.environ, "QKV_CPU_ISA": isa},
         capture_output=True,
         text=True,

@@ -49,7 +49,7 @@ def test_instruction_sets_share_no_code():
     """What each set's object file defines is in the namespace of its name, so that the linker has
     nothing to merge: AVX-512 code in the generic path would crash older processors."""
     objects = list((ROOT / "build" / "csrc").rglob("isa_*.cpp.o"))
-    assert len(objects) == (5 if platform.machine() == "x86_64" else 2)
+    assert len(objects) == (6 if platform.machine() == "x86_64" else 2)
     for path in objects:
         isa = re.search(r"isa_(\w+)\.cpp", path.name).group(1)
         symbols = subprocess.run(
@@ -73,7 +73,8 @@ def test_instructions_stay_in_their_own_files():
     for path in objects:
         code = subprocess.run(["objdump", "-d", path], capture_output=True, text=True).stdout
         uses[path.name] = (bool(avx.search(code)), bool(avx512.search(code)))
-    sets = {f"isa_{isa}.cpp.o" for isa in ("avx2", "avx512", "avx512_bf16", "avx512_amx")}
+    isas = ("avx2", "avx512", "avx512_bf16", "avx512_amx", "avx512_amx_fp16")
+    sets = {f"isa_{isa}.cpp.o" for isa in isas}
     assert {name for name, (any_avx, _) in uses.items() if any_avx} == sets
     assert {name for name, (_, wide) in uses.items() if wide} == sets - {"isa_avx2.cpp.o"}
 
@@ -87,7 +88,9 @@ def test_library_knows_no_python():
     assert "PyInit" not in symbols.stdout
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16", "avx512_amx"])
+@pytest.mark.parametrize(
+    "isa", ["generic", "avx2", "avx512", "avx512_bf16", "avx512_amx", "avx512_amx_fp16"]
+)
 def test_isa_can_be_chosen(isa):
     program = """
 import torch, qkv
@@ -99,9 +102,10 @@ expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=T
 torch.testing.assert_close(out, expected)
 for a, e in zip(*(torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, expected))):
     torch.testing.assert_close(a, e)
-half = [x.detach().bfloat16() for x in (q, k, v)]
-exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in half))
-torch.testing.assert_close(qkv.attention(*half).double(), exact, atol=1e-2, rtol=1e-2)
+for dtype in (torch.bfloat16, torch.float16):
+    half = [x.detach().to(dtype) for x in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in half))
+    torch.testing.assert_close(qkv.attention(*half).double(), exact, atol=1e-2, rtol=1e-2)
 """
     done = python(program, QKV_CPU_ISA=isa)
     if "this processor does not have it" in done.stderr:
@@ -115,8 +119,8 @@ def test_unknown_isa():
         "import torch, qkv; q = torch.ones(2, 2); qkv.attention(q, q, q)", QKV_CPU_ISA="mmx"
     )
     assert (
-        "ValueError: qkv: QKV_CPU_ISA=mmx is not one of avx512_amx, avx512_bf16, avx512, avx2, generic"
-        in done.stderr
+        "ValueError: qkv: QKV_CPU_ISA=mmx is not one of"
+        " avx512_amx_fp16, avx512_amx, avx512_bf16, avx512, avx2, generic" in done.stderr
     )
 
 

@@ -2,7 +2,7 @@
 
 #include "kernels/cpu/amx_blocks.inc.h"
 #include "kernels/cpu/attention_backward.inc.h"
-#include "kernels/cpu/bfloat16_tile.inc.h"
+#include "kernels/cpu/half_tile.inc.h"
 #include "kernels/cpu/isa.h"
 
 // The backward of bfloat16 by AMX: the splits, tiles and steps of attention_backward.inc.h, on
@@ -568,7 +568,7 @@ inline void amx_sum_grad_query(const BackwardParams<float>& params, int64_t firs
                    sum);
 }
 
-constexpr BFloat16BackwardKernels make_amx_backward_kernels() {
+constexpr HalfBackwardKernels make_amx_backward_kernels() {
   return {{amx_backward_row_tiles, amx_backward_scratch_bytes, amx_partial_grad_query_size,
            amx_backward, amx_sum_grad_query, nullptr, nullptr},
           amx_backward_takes};

@@ -97,12 +97,12 @@ QKV_INLINE void multiply_tiles(const Steps& steps, TileOperand a, TileOperand b,
 #pragma GCC unroll 2
       for (int h = 0; h < kParts; ++h) {
         load_tile<6>(b.tile(0, h, s), 64);
-        multiply_add_tiles<0, 4, 6>();
-        if constexpr (kDown > 1) multiply_add_tiles<2, 5, 6>();
+        multiply_add_tiles<0, 4, 6>(BFloat16{});
+        if constexpr (kDown > 1) multiply_add_tiles<2, 5, 6>(BFloat16{});
         if constexpr (kRight > 1) {
           load_tile<6>(b.tile(1, h, s), 64);
-          multiply_add_tiles<1, 4, 6>();
-          if constexpr (kDown > 1) multiply_add_tiles<3, 5, 6>();
+          multiply_add_tiles<1, 4, 6>(BFloat16{});
+          if constexpr (kDown > 1) multiply_add_tiles<3, 5, 6>(BFloat16{});
         }
       }
     } else {
@@ -111,12 +111,12 @@ QKV_INLINE void multiply_tiles(const Steps& steps, TileOperand a, TileOperand b,
 #pragma GCC unroll 2
       for (int h = 0; h < kParts; ++h) {
         load_tile<6>(a.tile(0, h, s), 64);
-        multiply_add_tiles<0, 6, 4>();
-        if constexpr (kRight > 1) multiply_add_tiles<1, 6, 5>();
+        multiply_add_tiles<0, 6, 4>(BFloat16{});
+        if constexpr (kRight > 1) multiply_add_tiles<1, 6, 5>(BFloat16{});
         if constexpr (kDown > 1) {
           load_tile<6>(a.tile(1, h, s), 64);
-          multiply_add_tiles<2, 6, 4>();
-          if constexpr (kRight > 1) multiply_add_tiles<3, 6, 5>();
+          multiply_add_tiles<2, 6, 4>(BFloat16{});
+          if constexpr (kRight > 1) multiply_add_tiles<3, 6, 5>(BFloat16{});
         }
       }
     }
@@ -189,10 +189,11 @@ inline void pack_pairs_of_columns(const BFloat16* const (&from)[kTileRows], int6
 }
 
 /// 16 columns of 16 pairs of rows, with zeros for what is not finite. False if something was not.
-QKV_INLINE bool load_pairs_of_rows(const BFloat16* const (&first)[kTileRows],
-                                   const BFloat16* const (&second)[kTileRows], int64_t column,
+template <class Half>
+QKV_INLINE bool load_pairs_of_rows(const Half* const (&first)[kTileRows],
+                                   const Half* const (&second)[kTileRows], int64_t column,
                                    int64_t width, __m512 (&lines)[kTileRows]) {
-  const auto exponent = _mm512_set1_epi16(0x7f80);
+  const auto exponent = _mm512_set1_epi16(Half::kExponent);
   __mmask32 non_finite = 0;
 #pragma GCC unroll 16
   for (int l = 0; l < kTileRows; ++l) {
@@ -219,8 +220,9 @@ inline bool pack_pairs_of_rows(const BFloat16* const (&first)[kTileRows],
 }
 
 /// The same transposed: tiles A of [16 columns][16 pairs of rows].
-inline bool pack_columns(const BFloat16* const (&first)[kTileRows],
-                         const BFloat16* const (&second)[kTileRows], int64_t width, BFloat16* to) {
+template <class Half>
+inline bool pack_columns(const Half* const (&first)[kTileRows],
+                         const Half* const (&second)[kTileRows], int64_t width, Half* to) {
   bool all_finite = true;
   for (int64_t d = 0; d < width; d += kTileRows, to += kTileRows * kTileDepth) {
     __m512 lines[kTileRows];

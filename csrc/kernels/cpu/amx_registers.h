@@ -2,6 +2,8 @@
 
 #include <stdint.h>
 
+#include "kernels/half.h"
+
 // The tile registers of AMX, of 16 rows of 64 bytes.
 //
 // In assembly, because g++ 12 takes its own intrinsics of tiles for ones that read no memory, and
@@ -44,9 +46,16 @@ template <int kTile>
 QKV_INLINE void set_tile_to_zero() {
   __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
+/// C += A · B of numbers like the argument.
 template <int kC, int kA, int kB>
-QKV_INLINE void multiply_add_tiles() {
+QKV_INLINE void multiply_add_tiles(BFloat16) {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+/// tdpfp16ps, which assemblers before binutils 2.40 have no name for.
+template <int kC, int kA, int kB>
+QKV_INLINE void multiply_add_tiles(Float16) {
+  __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"((~kB & 15) << 3 | 3),
+                   "i"(0xc0 | kC << 3 | kA));
 }
 
 }  // namespace qkv::kernels::QKV_ISA

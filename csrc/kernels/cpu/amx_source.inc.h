@@ -1,13 +1,13 @@
 #pragma once
 
 #include "kernels/cpu/amx_blocks.inc.h"
-#include "kernels/cpu/bfloat16_tile.inc.h"
+#include "kernels/cpu/half_tile.inc.h"
 
-// The products of a forward tile in bfloat16 by AMX, which has the same form as the rest of the
-// tile: rows of Q are columns of its matrices.
+// The products of a forward tile in bfloat16 or float16 by AMX, which has the same form as the rest
+// of the tile: rows of Q are columns of its matrices.
 //
 //     S[keys][rows] = scale · (K · Qᵀ)      A = K, B = Qᵀ in pairs of its columns
-//     Oᵀ[Dv][rows] += Vᵀ · P                A = Vᵀ, B = P in pairs of keys, rounded to bfloat16
+//     Oᵀ[Dv][rows] += Vᵀ · P                A = Vᵀ, B = P in pairs of keys, rounded
 //
 // K and Vᵀ are packed once for all tiles of a head, or block by block if there is one tile only.
 // After the rows of Oᵀ, filled up to whole tiles, comes the sum of the rounded weights, by which
@@ -16,10 +16,11 @@
 namespace qkv::kernels::QKV_ISA {
 
 /// K and V of some keys of a head as AMX takes them, with Vᵀ cut into blocks of kTileDepth keys.
+template <class Half>
 struct PackedKeys {
-  BFloat16* keys;      // [keys + 15][D, filled up with zeros]: 16 rows can be read from any key on
-  BFloat16* values_t;  // [block][Dv, filled up][key]; 0 for what is not finite
-  uint8_t* poisoned;   // [block]: whether something was not
+  Half* keys;         // [keys + 15][D, filled up with zeros]: 16 rows can be read from any key on
+  Half* values_t;     // [block][Dv, filled up][key]; 0 for what is not finite
+  uint8_t* poisoned;  // [block]: whether something was not
 
   static int64_t depth(const Problem<float>& p) {
     return (p.head_dim + kTileDepth - 1) / kTileDepth * kTileDepth;
@@ -35,18 +36,18 @@ struct PackedKeys {
   static int64_t bytes(const Problem<float>& p, int64_t keys) {
     const int64_t numbers =
         (keys + kTileRows - 1) * depth(p) + blocks(keys) * kTileDepth * rows_of_block(p);
-    return numbers * static_cast<int64_t>(sizeof(BFloat16)) + (blocks(keys) + 63) / 64 * 64;
+    return numbers * static_cast<int64_t>(sizeof(Half)) + (blocks(keys) + 63) / 64 * 64;
   }
   static PackedKeys in(const Problem<float>& p, int64_t keys, void* memory) {
     PackedKeys x;
-    x.keys = static_cast<BFloat16*>(memory);
+    x.keys = static_cast<Half*>(memory);
     x.values_t = x.keys + (keys + kTileRows - 1) * depth(p);
     x.poisoned =
         reinterpret_cast<uint8_t*>(x.values_t + blocks(keys) * kTileDepth * rows_of_block(p));
     return x;
   }
 
-  void pack_keys(const Problem<float>& p, const BFloat16* from, int64_t count) const {
+  void pack_keys(const Problem<float>& p, const Half* from, int64_t count) const {
     for (int64_t k = 0; k < count; ++k) {
       for (int64_t d = 0; d < p.head_dim; d += kTileDepth) {
         const int64_t left = p.head_dim - d;
@@ -57,11 +58,11 @@ struct PackedKeys {
     }
   }
 
-  void pack_values(const Problem<float>& p, const BFloat16* from, int64_t count) const {
+  void pack_values(const Problem<float>& p, const Half* from, int64_t count) const {
     const auto row = [&](int64_t k) { return k < count ? from + k * p.value.row_stride : nullptr; };
     for (int64_t b = 0; b < blocks(count); ++b) {
-      const BFloat16* first[kTileRows];
-      const BFloat16* second[kTileRows];
+      const Half* first[kTileRows];
+      const Half* second[kTileRows];
       for (int l = 0; l < kTileRows; ++l) {
         first[l] = row(b * kTileDepth + 2 * l);
         second[l] = row(b * kTileDepth + 2 * l + 1);
@@ -72,51 +73,54 @@ struct PackedKeys {
   }
 };
 
+template <class Half>
 class AmxSource {
  public:
   using Real = float;
   using S = Simd<float>;
-  using Pairs = Simd<BFloat16Pair>;
+  using Pair = HalfPair<Half>;
+  using Pairs = Simd<Pair>;
+  using Packed = PackedKeys<Half>;
   static constexpr int kVectors = 4;  // of rows in a tile
   static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kTakesFewRows = false;
 
-  static constexpr int64_t kBytesOfNumber = sizeof(BFloat16);  // as K and V are multiplied
+  static constexpr int64_t kBytesOfNumber = sizeof(Half);  // as K and V are multiplied
   using Turn = NothingInTurn;
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }
-  static int64_t row_of_sums(const Problem<float>& p) { return PackedKeys::out_rows(p); }
+  static int64_t row_of_sums(const Problem<float>& p) { return Packed::out_rows(p); }
 
   /// K and V of one key/value head, if that has several tiles.
   static int64_t prepared_bytes(const Problem<float>& p) {
-    return rows_of_kv_head(p) > kRows ? PackedKeys::bytes(p, p.keys) : 0;
+    return rows_of_kv_head(p) > kRows ? Packed::bytes(p, p.keys) : 0;
   }
   static void prepare(const Problem<float>& p, const RowTile<1>& tile, void* prepared) {
-    const auto packed = PackedKeys::in(p, p.keys, prepared);
-    packed.pack_keys(p, tile.stored_keys_of_head<BFloat16>(p.key), p.keys);
-    packed.pack_values(p, tile.stored_keys_of_head<BFloat16>(p.value), p.keys);
+    const auto packed = Packed::in(p, p.keys, prepared);
+    packed.pack_keys(p, tile.stored_keys_of_head<Half>(p.key), p.keys);
+    packed.pack_values(p, tile.stored_keys_of_head<Half>(p.value), p.keys);
   }
 
   static int64_t own_bytes(const Problem<float>& p) {
-    return column_pairs(p.head_dim, kRows) * int64_t{sizeof(BFloat16Pair)};
+    return column_pairs(p.head_dim, kRows) * int64_t{sizeof(Pair)};
   }
   static int64_t block_bytes(const Problem<float>& p) {
     const int64_t numbers = (kWeightKeys / 2 + 2 * kTileRows) * kRows;
-    return numbers * int64_t{sizeof(float)} + PackedKeys::bytes(p, kWeightKeys);
+    return numbers * int64_t{sizeof(float)} + Packed::bytes(p, kWeightKeys);
   }
 
   AmxSource(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn&, void* own,
             void* block)
       : p_(params.problem),
-        keys_(tile.stored_keys_of_head<BFloat16>(p_.key)),
-        values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
-        query_t_(static_cast<BFloat16Pair*>(own)),
-        weights_(static_cast<BFloat16Pair*>(block)),
+        keys_(tile.template stored_keys_of_head<Half>(p_.key)),
+        values_(tile.template stored_keys_of_head<Half>(p_.value)),
+        query_t_(static_cast<Pair*>(own)),
+        weights_(static_cast<Pair*>(block)),
         products_(reinterpret_cast<float*>(weights_ + kWeightKeys / 2 * kRows)) {
     is_prepared_ = prepared_bytes(p_) > 0;
-    packed_ = is_prepared_ ? PackedKeys::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
-                           : PackedKeys::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
+    packed_ = is_prepared_ ? Packed::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
+                           : Packed::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
     pack_columns_in_pairs(tile, p_.query, p_.head_dim, query_t_);
   }
 
@@ -137,7 +141,7 @@ class AmxSource {
   /// weights.
   template <int kVectors, class Weigh>
   QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float*, Weigh weigh) {
-    BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
+    Pair* to = start_weights<kVectors>(first_key, keys, first_row);
     scores<kVectors>(
         first_key, keys, first_row, [&](int k, int v, auto& x) __attribute__((always_inline)) {
           weigh(k, v, x);
@@ -149,7 +153,7 @@ class AmxSource {
   template <int kVectors, class Weigh>
   QKV_INLINE void weights_of_scores(int64_t first_key, int keys, int first_row, const float* scores,
                                     Weigh weigh) {
-    BFloat16Pair* to = start_weights<kVectors>(first_key, keys, first_row);
+    Pair* to = start_weights<kVectors>(first_key, keys, first_row);
     const auto weigh_stored = [&](int k, auto count) __attribute__((always_inline)) {
       for_each_vector<kVectors, count()>(
           scores + k * kRows, [&](int v, auto& x) __attribute__((always_inline)) {
@@ -166,10 +170,10 @@ class AmxSource {
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int first_row, const float*, const uint8_t* bits,
                   float* out_t) {
-    const int64_t first_block = first_key / kTileDepth, rows = PackedKeys::out_rows(p_);
-    const int64_t blocks = PackedKeys::blocks(first_key + keys) - first_block;
-    const int64_t block = PackedKeys::rows_of_block(p_) * kTileDepth;
-    const BFloat16* values_t = packed_.values_t;
+    const int64_t first_block = first_key / kTileDepth, rows = Packed::out_rows(p_);
+    const int64_t blocks = Packed::blocks(first_key + keys) - first_block;
+    const int64_t block = Packed::rows_of_block(p_) * kTileDepth;
+    const Half* values_t = packed_.values_t;
     const uint8_t* poisoned = packed_.poisoned;
     if (is_prepared_) {
       values_t += first_block * block;
@@ -179,9 +183,9 @@ class AmxSource {
       packed_.pack_values(p_, values_ + first * p_.value.row_stride,
                           left < blocks * kTileDepth ? left : blocks * kTileDepth);
     }
-    const BFloat16Pair* pairs = weights_ + first_key % kTileDepth / 2 * kRows + first_row;
+    const Pair* pairs = weights_ + first_key % kTileDepth / 2 * kRows + first_row;
     add_sums<kVectors>(keys, pairs, out_t + row_of_sums(p_) * kRows);
-    TileProduct<kVectors, true> product{
+    TileProduct<Half, kVectors, true> product{
         blocks, {values_t, kTileDepth, block}, {weights_ + first_row, kRows}, out_t, kRows};
     for (int64_t d = 0; d < rows; d += kTileRows) {
       product.multiply();
@@ -191,7 +195,7 @@ class AmxSource {
     for (int64_t b = 0; b < blocks; ++b) {
       if (poisoned[b] == 0) continue;
       const auto weight = [pairs](int k, int r) {
-        const BFloat16Pair pair = pairs[k / 2 * kRows + r];
+        const Pair pair = pairs[k / 2 * kRows + r];
         return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
       };
       const int64_t stride = p_.value.row_stride;
@@ -212,15 +216,15 @@ class AmxSource {
   /// those of 16 keys are multiplied before vectors work on the 16 before them.
   template <int kVectors, class Use>
   QKV_INLINE void pairs_of_keys(int64_t first_key, int keys, int first_row, Use use) {
-    const int64_t depth = PackedKeys::depth(p_);
+    const int64_t depth = Packed::depth(p_);
     if (!is_prepared_) packed_.pack_keys(p_, keys_ + first_key * p_.key.row_stride, keys);
-    const BFloat16* packed = packed_.keys + (is_prepared_ ? first_key * depth : 0);
+    const Half* packed = packed_.keys + (is_prepared_ ? first_key * depth : 0);
     const auto multiply_keys = [&](int k) __attribute__((always_inline)) {
-      TileProduct<kVectors, false>{depth / kTileDepth,
-                                   {packed + k * depth, depth, kTileDepth},
-                                   {query_t_ + first_row, kRows},
-                                   product(k),
-                                   kRows}
+      TileProduct<Half, kVectors, false>{depth / kTileDepth,
+                                         {packed + k * depth, depth, kTileDepth},
+                                         {query_t_ + first_row, kRows},
+                                         product(k),
+                                         kRows}
           .multiply();
     };
     multiply_keys(0);
@@ -236,10 +240,10 @@ class AmxSource {
   /// Where the weights of some keys go: in blocks that begin and end where those of Vᵀ do, with
   /// zeros around them.
   template <int kVectors>
-  BFloat16Pair* start_weights(int64_t first_key, int keys, int first_row) const {
+  Pair* start_weights(int64_t first_key, int keys, int first_row) const {
     const int64_t before = first_key % kTileDepth;
-    const int64_t end = PackedKeys::blocks(before + keys) * kTileDepth;
-    BFloat16Pair* to = weights_ + first_row;
+    const int64_t end = Packed::blocks(before + keys) * kTileDepth;
+    Pair* to = weights_ + first_row;
     const auto set_to_zero = [to](int64_t first, int64_t end) {
       for (int64_t pair = first; pair < end; ++pair) {
         for (int v = 0; v < kVectors; ++v) {
@@ -265,7 +269,7 @@ class AmxSource {
 
   /// The weights of one or two keys.
   template <int kCount>
-  static QKV_INLINE void store_rounded(const S::Number (&x)[kCount], BFloat16Pair* to) {
+  static QKV_INLINE void store_rounded(const S::Number (&x)[kCount], Pair* to) {
     auto second = S::zero();
     if constexpr (kCount == 2) second = x[1];
     Pairs::store(to, Pairs::round(x[0], second));
@@ -273,17 +277,15 @@ class AmxSource {
 
   /// sum[row] += P, as rounded: four sums, for an addition has to wait for the one before it.
   template <int kVectors>
-  void add_sums(int keys, const BFloat16Pair* weights, float* sum) const {
-    const BFloat16 one{0x3f80};
-    const auto ones = Pairs::set({one, one});
+  void add_sums(int keys, const Pair* weights, float* sum) const {
     const int pairs = (keys + 1) / 2;
     for (int v = 0; v < kVectors; ++v) {
-      Pairs::Number total[4];
-      for (auto& x : total) x = Pairs::zero();
+      S::Number total[4];
+      for (auto& x : total) x = S::zero();
       int pair = 0;
       const auto add = [&](int i) __attribute__((always_inline)) {
         const auto* x = weights + (pair + i) * kRows + v * S::kWidth;
-        total[i] = Pairs::fma(Pairs::load(x), ones, total[i]);
+        total[i] = Pairs::add(Pairs::load(x), total[i]);
       };
       for (; pair + 4 <= pairs; pair += 4) {
 #pragma GCC unroll 4
@@ -297,13 +299,13 @@ class AmxSource {
 
   const Problem<float>& p_;
   TileRegisters registers_;
-  const BFloat16* keys_;
-  const BFloat16* values_;
+  const Half* keys_;
+  const Half* values_;
   bool is_prepared_;  // packed_ is of the whole head, else of a block
-  PackedKeys packed_;
-  BFloat16Pair* query_t_;  // [D / 2][rows]
-  BFloat16Pair* weights_;  // [keys / 2][rows], of a block
-  float* products_;        // [2][16 keys][rows]
+  Packed packed_;
+  Pair* query_t_;    // [D / 2][rows]
+  Pair* weights_;    // [keys / 2][rows], of a block
+  float* products_;  // [2][16 keys][rows]
 };
 
 }  // namespace qkv::kernels::QKV_ISA

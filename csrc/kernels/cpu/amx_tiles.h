@@ -3,15 +3,17 @@
 #include "kernels/cpu/amx_registers.h"
 #include "kernels/cpu/bfloat16_pairs_avx512.h"
 #include "kernels/cpu/exp_scaled.inc.h"
+#include "kernels/cpu/float16_pairs_avx512.h"
 #include "kernels/cpu/transpose.inc.h"
 
 // AMX multiplies matrices that lie in tiles (amx_registers.h):
 //
-//     C[16][16] += A[16][32] · B[16][16]          A bfloat16, B pairs of it, C float32
+//     C[16][16] += A[16][32] · B[16][16]          A in 16 bits, B pairs of them, C float32
 //
 //     C[i][j] += sum over k of A[i][2k] · B[k][j].first + A[i][2k + 1] · B[k][j].second
 //
-// with 16 times the multiply-adds of a vector unit in float32. Subnormal numbers count as zeros.
+// with 16 times the multiply-adds of a vector unit in float32. Subnormal bfloat16 numbers count as
+// zeros, those of float16 do not.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -19,15 +21,17 @@ namespace qkv::kernels::QKV_ISA {
 /// four tiles of C side by side, for which A is loaded once.
 ///
 /// Two by two tiles of C would load a fifth less, and are not faster (Emerald Rapids).
-template <int kColumns, bool kAdds>
+template <class Half, int kColumns, bool kAdds>
 struct TileProduct {
+  using Pair = HalfPair<Half>;
+
   struct Left {
-    const BFloat16* data;
+    const Half* data;
     int64_t row;
     int64_t step;
   };
   struct Right {
-    const BFloat16Pair* data;
+    const Pair* data;
     int64_t row;
   };
 
@@ -39,14 +43,14 @@ struct TileProduct {
 
   QKV_INLINE void multiply() const {
     static_assert(kColumns <= 4);
-    const int64_t a_bytes = a.row * int64_t{sizeof(BFloat16)};
-    const int64_t b_bytes = b.row * int64_t{sizeof(BFloat16Pair)};
+    const int64_t a_bytes = a.row * int64_t{sizeof(Half)};
+    const int64_t b_bytes = b.row * int64_t{sizeof(Pair)};
     start<0>();
     if constexpr (kColumns > 1) start<1>();
     if constexpr (kColumns > 2) start<2>();
     if constexpr (kColumns > 3) start<3>();
-    const BFloat16* a_tile = a.data;
-    const BFloat16Pair* b_tile = b.data;
+    const Half* a_tile = a.data;
+    const Pair* b_tile = b.data;
     for (int64_t s = 0; s < steps; ++s) {
       load_tile<kA>(a_tile, a_bytes);
       add_column<0>(b_tile, b_bytes);
@@ -76,9 +80,9 @@ struct TileProduct {
     }
   }
   template <int kColumn>
-  QKV_INLINE void add_column(const BFloat16Pair* b_tile, int64_t b_bytes) const {
+  QKV_INLINE void add_column(const Pair* b_tile, int64_t b_bytes) const {
     load_tile<kB>(b_tile + kColumn * kTileRows, b_bytes);
-    multiply_add_tiles<kColumn, kA, kB>();
+    multiply_add_tiles<kColumn, kA, kB>(Half{});
   }
 };
 

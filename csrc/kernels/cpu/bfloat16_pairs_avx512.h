@@ -11,10 +11,12 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-struct BFloat16Pair {
-  BFloat16 first;
-  BFloat16 second;
+template <class Half>
+struct HalfPair {
+  Half first;
+  Half second;
 };
+using BFloat16Pair = HalfPair<BFloat16>;
 
 /// What tile_product.inc.h asks for: numbers are pairs, sums float32.
 template <>
@@ -40,6 +42,11 @@ struct Simd<BFloat16Pair> {
   }
   static QKV_INLINE Number fma(Factor a, Factor b, Number sum) {
     return _mm512_dpbf16_ps(sum, a, b);
+  }
+  /// sum + first + second
+  static QKV_INLINE Number add(Factor pair, Number sum) {
+    const BFloat16 one{0x3f80};
+    return fma(pair, set({one, one}), sum);
   }
   /// first, then second, rounded to nearest even.
   static QKV_INLINE __m512i halves(Number first, Number second) {
@@ -71,8 +78,9 @@ QKV_INLINE __mmask32 first_lanes_of_32(int64_t count) {
 }
 
 /// Lane l: (first[l], second[l]), zeros from `count` on and where there is nullptr.
-QKV_INLINE __m512i interleaved(const BFloat16* first, const BFloat16* second, int64_t count) {
-  const auto wide = [count](const BFloat16* x) __attribute__((always_inline)) {
+template <class Half>
+QKV_INLINE __m512i interleaved(const Half* first, const Half* second, int64_t count) {
+  const auto wide = [count](const Half* x) __attribute__((always_inline)) {
     const __mmask16 lanes = x != nullptr ? first_lanes(count) : __mmask16(0);
     return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, x));
   };

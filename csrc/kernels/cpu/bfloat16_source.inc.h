@@ -1,7 +1,7 @@
 #pragma once
 
-#include "kernels/cpu/bfloat16_tile.inc.h"
 #include "kernels/cpu/few_rows_in_pairs.inc.h"
+#include "kernels/cpu/half_tile.inc.h"
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
@@ -41,7 +41,7 @@ class BFloat16Source
 
   /// Whether there is a kernel for a problem of these sizes.
   static bool takes(const Problem<float>& p) {
-    return rows_of_kv_head(p) <= kFewRows<float> || multiplies_in_bfloat16(p);
+    return rows_of_kv_head(p) <= kFewRows<float> || multiplies_in_16_bits(p);
   }
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }
@@ -158,8 +158,6 @@ class BFloat16Source
   /// Rounded to weights_; their sums are added to `sum`.
   template <int kVectors>
   void add_rounded_weights(int keys, int first_row, const float* weights, float* sum) const {
-    const BFloat16 one{0x3f80};
-    const auto ones = Pairs::set({one, one});
     Pairs::Number total[kVectors];
     for (int v = 0; v < kVectors; ++v) total[v] = S::load(sum + v * S::kWidth);
     for (int k = 0; k < keys; k += 2) {
@@ -168,7 +166,7 @@ class BFloat16Source
         const float* from = weights + k * kRows + v * S::kWidth;
         const auto second = k + 1 < keys ? S::load(from + kRows) : S::zero();
         const auto pair = Pairs::round(S::load(from), second);
-        total[v] = Pairs::fma(pair, ones, total[v]);
+        total[v] = Pairs::add(pair, total[v]);
         Pairs::store(weights_ + first_row + k / 2 * kRows + v * S::kWidth, pair);
       }
     }

@@ -26,4 +26,15 @@ inline bool has_amx() {
 #endif
 }
 
+/// Whether a processor that has_amx() multiplies tiles of float16 too (AMX-FP16).
+inline bool has_amx_fp16() {
+#if defined(__x86_64__)
+  constexpr unsigned kFloat16 = 1u << 21;  // of eax of leaf 7, subleaf 1
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kFloat16) != 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace qkv::kernels

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/cpu/bfloat16_tile.inc.h"
+#include "kernels/cpu/half_tile.inc.h"
 #include "kernels/cpu/score_products.inc.h"
 
 namespace qkv::kernels::QKV_ISA {

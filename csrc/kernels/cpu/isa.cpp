@@ -25,6 +25,7 @@ bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf
 // Best first.
 const Isa kIsas[] = {
 #if defined(QKV_X86)
+    {&avx512_amx_fp16::table, [] { return has_avx512_bf16() && has_amx() && has_amx_fp16(); }},
     {&avx512_amx::table, [] { return has_avx512_bf16() && has_amx(); }},
     // Products of bfloat16 are twice as fast as float32's on AMD's processors, but half as fast on
     // Intel's (measured on Emerald Rapids), which have AMX for them.
@@ -54,7 +55,7 @@ ChosenKernels choose_cpu_kernels(const char* name) {
 
 const char* cpu_isa_names() {
 #if defined(QKV_X86)
-  return "avx512_amx, avx512_bf16, avx512, avx2, generic";
+  return "avx512_amx_fp16, avx512_amx, avx512_bf16, avx512, avx2, generic";
 #elif defined(QKV_ARM)
   return "neon, generic";
 #else

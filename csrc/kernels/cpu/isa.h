@@ -78,25 +78,26 @@ struct CpuKernels : ForwardKernels<T>, BackwardKernels<T>, TangentKernels<T> {
   void (*sink_gradient_t)(const BackwardBackwardParams<T>&, double* grad_sinks, int64_t unit);
 };
 
-/// Those that multiply in bfloat16.
+/// Those that multiply in bfloat16 or float16.
 template <class Kernels>
-struct BFloat16Kernels : Kernels {
+struct HalfKernels : Kernels {
   /// Whether they are there for a problem of these sizes.
   bool (*takes)(const Problem<float>&);
 };
 
-using BFloat16ForwardKernels = BFloat16Kernels<ForwardKernels<float>>;
-using BFloat16BackwardKernels = BFloat16Kernels<BackwardKernels<float>>;
-using BFloat16TangentKernels = BFloat16Kernels<TangentKernels<float>>;
+using HalfForwardKernels = HalfKernels<ForwardKernels<float>>;
+using HalfBackwardKernels = HalfKernels<BackwardKernels<float>>;
+using HalfTangentKernels = HalfKernels<TangentKernels<float>>;
 
 struct CpuKernelTable {
   const char* isa;
   const CpuKernels<float>& float32;
   const CpuKernels<double>& float64;
   // Or nullptr where bfloat16 has no instructions of its own.
-  const BFloat16ForwardKernels* bfloat16_forward;
-  const BFloat16BackwardKernels* bfloat16_backward;
-  const BFloat16TangentKernels* bfloat16_tangents;
+  const HalfForwardKernels* bfloat16_forward;
+  const HalfBackwardKernels* bfloat16_backward;
+  const HalfTangentKernels* bfloat16_tangents;
+  const HalfForwardKernels* float16_forward = nullptr;  // the same of float16
 };
 
 namespace generic {
@@ -109,6 +110,9 @@ namespace avx512 {
 extern const CpuKernelTable table;
 }
 namespace avx512_amx {
+extern const CpuKernelTable table;
+}
+namespace avx512_amx_fp16 {
 extern const CpuKernelTable table;
 }
 namespace avx512_bf16 {

@@ -12,11 +12,11 @@
 
 namespace qkv::kernels::avx512_amx {
 
-constexpr BFloat16ForwardKernels bfloat16_forward_kernels = {make_forward_kernels<AmxSource>(),
-                                                             multiplies_in_bfloat16};
-constexpr BFloat16BackwardKernels bfloat16_backward_kernels = make_amx_backward_kernels();
-constexpr BFloat16TangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<AmxProducts>(),
-                                                             amx_backward_takes};
+extern const HalfForwardKernels bfloat16_forward_kernels = {
+    make_forward_kernels<AmxSource<BFloat16>>(), multiplies_in_16_bits};
+extern const HalfBackwardKernels bfloat16_backward_kernels = make_amx_backward_kernels();
+extern const HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<AmxProducts>(),
+                                                            amx_backward_takes};
 
 extern const CpuKernelTable table = {"avx512_amx",
                                      avx512::float32_kernels,

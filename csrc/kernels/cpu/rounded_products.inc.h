@@ -104,15 +104,13 @@ class RoundedProducts : public VectorProducts<InPairs> {
   /// Keys of a tile and kCount vectors of its rows.
   template <int kCount>
   static void round_keys(const float* tile, KeyRange keys, BFloat16Pair* to, float* sums) {
-    const BFloat16 one{0x3f80};
-    const auto ones = Pairs::set({one, one});
     for (int v = 0; v < kCount; ++v) {
       auto sum = S::zero();
       for (int64_t k = keys.begin; k < keys.end; k += 2) {
         const float* from = tile + k * kRows + v * S::kWidth;
         const auto second = k + 1 < keys.end ? S::load(from + kRows) : S::zero();
         const auto pair = Pairs::round(S::load(from), second);
-        sum = Pairs::fma(pair, ones, sum);
+        sum = Pairs::add(pair, sum);
         Pairs::store(to + k / 2 * kRows + v * S::kWidth, pair);
       }
       if (sums == nullptr) continue;

@@ -66,19 +66,19 @@ void set_tile_to_zero() {
   std::memset(tile_register(kTile).rows, 0, sizeof(EmulatedTile));
 }
 
-/// TDPBF16PS: subnormal numbers count as zeros, and every sum is rounded to nearest.
-template <int kC, int kA, int kB>
-void multiply_add_tiles() {
+/// C += A · B with every sum rounded to nearest; number(bits) is what 16 bits stand for.
+template <class Number>
+void multiply_add_emulated(int c_tile, int a_tile, int b_tile, Number number) {
   float c[16], b[16][32], a[32];
-  const auto widen = [](const char* row, float* to) {
-    BFloat16 halves[32];
+  const auto widen = [number](const char* row, float* to) {
+    uint16_t halves[32];
     std::memcpy(halves, row, sizeof(halves));
-    for (int i = 0; i < 32; ++i) to[i] = (halves[i].bits & 0x7f80) == 0 ? 0.0f : float(halves[i]);
+    for (int i = 0; i < 32; ++i) to[i] = number(halves[i]);
   };
-  for (int k = 0; k < 16; ++k) widen(tile_register(kB).rows[k], b[k]);
+  for (int k = 0; k < 16; ++k) widen(tile_register(b_tile).rows[k], b[k]);
   for (int m = 0; m < kTileRows; ++m) {
-    widen(tile_register(kA).rows[m], a);
-    char* sums = tile_register(kC).rows[m];
+    widen(tile_register(a_tile).rows[m], a);
+    char* sums = tile_register(c_tile).rows[m];
     std::memcpy(c, sums, sizeof(c));
     for (int k = 0; k < 16; ++k) {
       for (int n = 0; n < 16; ++n) {
@@ -88,6 +88,20 @@ void multiply_add_tiles() {
     }
     std::memcpy(sums, c, sizeof(c));
   }
+}
+
+/// TDPBF16PS: subnormal numbers count as zeros.
+template <int kC, int kA, int kB>
+void multiply_add_tiles(BFloat16) {
+  multiply_add_emulated(kC, kA, kB, [](uint16_t bits) {
+    return (bits & BFloat16::kExponent) == 0 ? 0.0f : float(BFloat16{bits});
+  });
+}
+
+/// TDPFP16PS: subnormal numbers count.
+template <int kC, int kA, int kB>
+void multiply_add_tiles(Float16) {
+  multiply_add_emulated(kC, kA, kB, [](uint16_t bits) { return float(Float16{bits}); });
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -4,16 +4,16 @@
 #include "kernels/cpu/few_rows.inc.h"
 #include "kernels/cpu/forward_tile.inc.h"
 
-// What the forward tiles that multiply bfloat16 have in common: query rows and weights as pairs,
+// What the forward tiles that multiply in 16 bits have in common: query rows and weights as pairs,
 // rows in lanes.
 //
 //     query_t[d / 2][row] = (q[row][d], q[row][d + 1])
-//     weights[k / 2][row] = (w[k][row], w[k + 1][row]), rounded to bfloat16
+//     weights[k / 2][row] = (w[k][row], w[k + 1][row]), rounded
 
 namespace qkv::kernels::QKV_ISA {
 
 /// With few keys there is little to win, and the rounding of few weights does not average out.
-inline bool multiplies_in_bfloat16(const Problem<float>& p) {
+inline bool multiplies_in_16_bits(const Problem<float>& p) {
   return p.head_dim % 2 == 0 && p.head_dim > 0 && p.keys >= kForwardBlockKeys &&
          rows_of_kv_head(p) > kFewRows<float>;
 }
@@ -43,13 +43,13 @@ inline void pack_keys_in_pairs(const BFloat16* x, int64_t stride, int64_t keys, 
 inline int64_t column_pairs(int64_t width, int64_t rows) { return (width + 31) / 32 * 16 * rows; }
 
 /// to[d / 2][row] = (x[row][d], x[row][d + 1])
-template <int kRows>
+template <int kRows, class Half>
 inline void pack_columns_in_pairs(const RowTile<kRows>& tile, const Operand<const float>& x,
-                                  int64_t width, BFloat16Pair* to) {
+                                  int64_t width, HalfPair<Half>* to) {
   constexpr int kWidth = Simd<float>::kWidth;
-  const auto rows_of_x = tile.template stored_rows_in<BFloat16>(x);
+  const auto rows_of_x = tile.template stored_rows_in<Half>(x);
   for (int r = 0; r < kRows; r += kWidth) {
-    const BFloat16* from[kWidth];
+    const Half* from[kWidth];
     for (int l = 0; l < kWidth; ++l) {
       from[l] = r + l < tile.rows ? rows_of_x[r + l] : nullptr;
     }
@@ -67,7 +67,10 @@ inline void pack_columns_in_pairs(const RowTile<kRows>& tile, const Operand<cons
   }
 }
 
-QKV_INLINE bool is_finite(BFloat16 x) { return (x.bits & 0x7f80) != 0x7f80; }
+template <class Half>
+QKV_INLINE bool is_finite(Half x) {
+  return (x.bits & Half::kExponent) != Half::kExponent;
+}
 
 inline void set_non_finite_to_zero(int64_t count, BFloat16Pair* pairs) {
   for (int64_t i = 0; i < count; ++i) {
@@ -78,12 +81,12 @@ inline void set_non_finite_to_zero(int64_t count, BFloat16Pair* pairs) {
 
 /// Oᵀ += Vᵀ · P for what is not finite in V, which has been left out of the product: for the pairs
 /// that are kept, or all if bits is nullptr. P is weight(key, row).
-template <int kVectors, int kRows, class Weight>
-inline void add_non_finite(int keys, int64_t width, const BFloat16* values, int64_t stride,
+template <int kVectors, int kRows, class Half, class Weight>
+inline void add_non_finite(int keys, int64_t width, const Half* values, int64_t stride,
                            Weight weight, const uint8_t* bits, float* out_t) {
   for (int k = 0; k < keys; ++k) {
     for (int64_t d = 0; d < width; ++d) {
-      const BFloat16 x = values[k * stride + d];
+      const Half x = values[k * stride + d];
       if (is_finite(x)) continue;
       for (int r = 0; r < kVectors * Simd<float>::kWidth; ++r) {
         if (bits != nullptr && (bits[k / 8 * kRows + r] >> (k % 8) & 1) == 0) continue;

@@ -1,0 +1,23 @@
+#define QKV_ISA avx512_amx_fp16
+#include "kernels/cpu/simd_avx512.h"
+
+#include "kernels/cpu/amx_source.inc.h"
+#include "kernels/cpu/attention_forward.inc.h"
+#include "kernels/cpu/avx512_kernels.h"
+
+// Only the forward of float16 differs from what AMX has without AMX-FP16.
+
+namespace qkv::kernels::avx512_amx_fp16 {
+
+constexpr HalfForwardKernels float16_forward_kernels = {make_forward_kernels<AmxSource<Float16>>(),
+                                                        multiplies_in_16_bits};
+
+extern const CpuKernelTable table = {"avx512_amx_fp16",
+                                     avx512::float32_kernels,
+                                     avx512::float64_kernels,
+                                     &avx512_amx::bfloat16_forward_kernels,
+                                     &avx512_amx::bfloat16_backward_kernels,
+                                     &avx512_amx::bfloat16_tangent_kernels,
+                                     &float16_forward_kernels};
+
+}  // namespace qkv::kernels::avx512_amx_fp16
