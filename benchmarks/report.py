@@ -91,32 +91,37 @@ def of_points(results: list[Result]) -> Table:
     return table
 
 
+COLOURS = {"float32": "C0", "bfloat16": "C1", "float16": "C2", "float64": "C3"}
+MARKERS = {"forward": "o", "backward": "s", "double_backward": "^", "jvp": "v", "jvp_query": "x"}
+
+
 def plot(results: list[Result]) -> Figure:
-    """Speed and share of the limit against N, of the square problems with D = 64 on all threads."""
+    """Speed and share of the limit against N, of the square problems with D = 64 on all threads: a
+    colour for each dtype, a marker for each pass, dashed if causal."""
     figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
     speed, share = figure.subplots(1, 2)
     threads = max(r.point["threads"] for r in results)
-    lines: dict[str, list[Result]] = {}
+    lines: dict[tuple[str, str, bool], list[Result]] = {}
     for r in results:
         p = r.point
         plain = r.cost is None and p["queries"] == p["keys"] and p["head_dim"] == 64
-        if not plain or p["threads"] != threads or p["batch"] > 1 or "value_dim" in p:
+        dense = p["batch"] == 1 and "value_dim" not in p and "heads_last" not in p
+        if not plain or not dense or p["threads"] != threads:
             continue
-        causal = " causal" if p.get("causal") else ""
-        lines.setdefault(f"{p['pass']} {p['dtype']}{causal}", []).append(r)
-    for label, points in lines.items():
+        lines.setdefault((p["pass"], p["dtype"], bool(p.get("causal"))), []).append(r)
+    for (name, dtype, causal), points in lines.items():
         points.sort(key=lambda r: r.point["keys"])
         keys = [r.point["keys"] for r in points]
         products = sum(WORK[points[0].point["pass"]][:2])
         rates = [2 * products * r.pairs * 64 / r.median / 1e9 for r in points]
-        style = "--" if "causal" in label else "-"
-        (line,) = speed.plot(keys, rates, style, marker="o", markersize=3, label=label)
+        style = {"color": COLOURS[dtype], "marker": MARKERS[name], "markersize": 4}
+        style["linestyle"] = "--" if causal else "-"
+        speed.plot(keys, rates, label=f"{name} {dtype}{' causal' * causal}", **style)
         if all(r.share is not None for r in points):
-            shares = [r.share for r in points]
-            share.plot(keys, shares, style, marker="o", markersize=3, color=line.get_color())
+            share.plot(keys, [r.share for r in points], **style)
     speed.set_ylabel(f"GFLOP/s, {threads} threads")
     share.set_ylabel("share of the limit")
-    share.set_ylim(0, 1)
+    share.set_ylim(0, 1.05)
     for axis in (speed, share):
         axis.set_xscale("log", base=2)
         axis.set_xlabel("N (8 heads, D 64)")
