@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "checks.h"
+#include "sizes.h"
 
 namespace qkv {
 
@@ -32,12 +33,12 @@ void check_query_key_value(const char* op, const Arguments& a) {
   };
   check("query", a.query);
   check("key", a.key);
-  TORCH_CHECK_VALUE(a.query.sym_size(-1) == a.key.sym_size(-1), op,
+  TORCH_CHECK_VALUE(are_same(a.query.sym_size(-1), a.key.sym_size(-1)), op,
                     ": query and key must have the same head dim, but query has D=",
                     a.query.sym_size(-1), " and key D=", a.key.sym_size(-1));
   if (!a.value) return;
   check("value", *a.value);
-  TORCH_CHECK_VALUE(a.key.sym_size(-2) == a.value->sym_size(-2), op,
+  TORCH_CHECK_VALUE(are_same(a.key.sym_size(-2), a.value->sym_size(-2)), op,
                     ": key and value must have the same number of keys, but key has N=",
                     a.key.sym_size(-2), " and value N=", a.value->sym_size(-2));
 }
@@ -62,9 +63,9 @@ Shape broadcast(const char* op, const char* what, const Shape& a, const Shape& b
   Shape result = longer;
   const size_t shift = longer.size() - shorter.size();
   for (size_t d = 0; d < shorter.size(); ++d) {
-    if (shorter[d] == 1) continue;
-    TORCH_CHECK_VALUE(result[shift + d] == 1 || result[shift + d] == shorter[d], op, ": ", what,
-                      " must broadcast, but are ", text(a), " and ", text(b));
+    if (is_one(shorter[d])) continue;
+    TORCH_CHECK_VALUE(is_one(result[shift + d]) || are_same(result[shift + d], shorter[d]), op,
+                      ": ", what, " must broadcast, but are ", text(a), " and ", text(b));
     result[shift + d] = shorter[d];
   }
   return result;
@@ -101,7 +102,7 @@ std::pair<SymInt, SymInt> checked_heads(const char* op, const Arguments& a) {
 Tensor expanded(const Tensor& x, const Shape& batch, const SymInt& heads) {
   Shape full = batch;
   full.insert(full.end(), {heads, x.sym_size(-2), x.sym_size(-1)});
-  return full == shape_of(x) ? x : x.expand_symint(full);
+  return are_known_to_be_same(full, x.sym_sizes()) ? x : x.expand_symint(full);
 }
 
 OptionalTensor given(const OptionalTensor& x) { return x && x->defined() ? x : OptionalTensor(); }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "dtype_name.h"
+#include "sizes.h"
 
 namespace qkv {
 
@@ -51,7 +52,7 @@ void check_broadcasts(const char* op, const char* name, const Tensor& x, const c
                       const Shape& full) {
   bool fits = x.dim() <= static_cast<int64_t>(full.size());
   for (int64_t d = 1; fits && d <= x.dim(); ++d) {
-    fits = x.sym_size(-d) == 1 || x.sym_size(-d) == full[full.size() - d];
+    fits = is_one(x.sym_size(-d)) || are_same(x.sym_size(-d), full[full.size() - d]);
   }
   TORCH_CHECK_VALUE(fits, op, ": ", name, " must broadcast to ", letters, " = ",
                     c10::SymIntArrayRef(full), ", but has shape ", x.sym_sizes());

@@ -141,6 +141,42 @@ def dynamic_shapes(x) -> None:
     _one_graph_for(lambda tensors: x(**tensors), [((t,), x.expected(**t)) for t in calls])
 
 
+#: Which dimension is selected from, of batch elements, of rows and of keys.
+SELECTED = [
+    {"query": 0, "key": 0, "value": 0, "alibi_slopes": 0, "key_mask": 0},
+    {"query": 0, "alibi_slopes": 0, "key_mask": 0},  # key and value are shared
+    {"query": -2, "attn_mask": -2},
+    {"key": -2, "value": -2, "attn_mask": -1, "key_mask": -1},
+]
+
+
+def sizes_of_data(x: Operator) -> None:
+    """As many of them as a mask selects, which no graph knows before it runs."""
+    for dims in SELECTED:
+        tensors = x.tensors(batch=(6,), sizes=(4, 2, 7, 5, 2, 3))
+        if "key" not in dims:
+            tensors |= {n: tensors[n][:1] for n in ("key", "value")}
+        name, dim = next(iter(dims.items()))
+
+        def selected(kept, **tensors):
+            index = kept.nonzero().squeeze(-1)
+            return {n: t.index_select(dims[n], index) if n in dims else t
+                    for n, t in tensors.items()}  # fmt: skip
+
+        torch._dynamo.reset()
+        count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        f = torch.compile(
+            lambda kept, **tensors: x(**selected(kept, **tensors)), backend=count, fullgraph=True
+        )
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            for step in (2, 3):
+                kept = torch.arange(tensors[name].size(dim)) % step == 0
+                found = _results_and_gradients(lambda **t: f(kept, **t), tensors)
+                expected = lambda **t: x.expected(**selected(kept, **t))
+                assert_close(found, _results_and_gradients(expected, tensors))
+        assert count.frame_count == 1
+
+
 def symbolic_window_and_offset(x: Operator) -> None:
     """One graph for all values, and for a position that is an element of a tensor."""
     op, tensors = x.op, x.tensors()

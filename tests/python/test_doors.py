@@ -69,6 +69,7 @@ graphs
   compiled_double_backward       -    -    -    .       .    .    .    .       .    .    .    .
   compiled_autograd              x    x    .    .       .    .    .    .       x    x    x    .
   dynamic_shapes                 x    x    x    .       .    .    .    .       x    x    x    .
+  sizes_of_data                  x    x    .    .       .    .    .    .       .    .    .    .
   symbolic_window_and_offset     x    x    x    .       .    .    .    .       .    .    .    .
   export                         x    x    x    .       .    .    .    .       x    x    x    .
   aotinductor_in_cpp             x    x    .    .       .    .    .    .       .    .    .    .

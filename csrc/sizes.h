@@ -1,0 +1,27 @@
+#pragma once
+
+#include <c10/core/SymInt.h>
+#include <c10/core/SymIntArrayRef.h>
+
+#include <algorithm>
+
+// Questions about sizes that a traced graph may not know ("unbacked", as of a tensor of what
+// nonzero() found): these do not end in an error that the graph cannot be general.
+
+namespace qkv {
+
+/// Whether two sizes are the same. If nobody knows, they are: the graph checks it when it runs.
+inline bool are_same(const c10::SymInt& a, const c10::SymInt& b) {
+  return a.sym_eq(b).expect_true(__FILE__, __LINE__);
+}
+
+/// Whether a size is known to be 1, and thus to be broadcast.
+inline bool is_one(const c10::SymInt& x) { return TORCH_GUARD_OR_FALSE(x.sym_eq(1)); }
+
+/// Whether two shapes are known to be the same.
+inline bool are_known_to_be_same(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const auto& x, const auto& y) { return TORCH_GUARD_OR_FALSE(x.sym_eq(y)); });
+}
+
+}  // namespace qkv
