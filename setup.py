@@ -2,7 +2,7 @@
 
     pip install --no-build-isolation .
 
-The wheel holds qkv/*.py, qkv/lib/libqkv.so (no Python in it), qkv/include and a CMake package.
+The wheel holds qkv/**/*.py, qkv/lib/libqkv.so (no Python in it), qkv/include and a CMake package.
 """
 
 import importlib.util

@@ -1,8 +1,6 @@
 #pragma once
 
-#include "kernels/cpu/amx_blocks.inc.h"
-#include "kernels/cpu/attention_backward.inc.h"
-#include "kernels/cpu/half_tile.inc.h"
+#include "kernels/cpu/amx_backward_memory.inc.h"
 #include "kernels/cpu/isa.h"
 
 // The backward of bfloat16 by AMX: the splits, tiles and steps of attention_backward.inc.h, on
@@ -15,155 +13,13 @@
 // Q, K, V and dO are multiplied as they are. P and dS would err by 2^-9 each if they were rounded,
 // as much as the rounded result: they are cut into two bfloat16 numbers each, and multiplied twice.
 //
-// 32 keys and 32 rows, a "square", are four tiles of S. Depths of products are 32 keys or rows as
-// well, in pairs: keys 2k and 2k + 1; but rows r and r + 16, which are the same lane of two
-// vectors. Squares of which no pair is kept are left out of all products.
+// Keys and rows are cut into squares (amx_squares.inc.h). Squares of which no pair is kept are left
+// out of all products.
 //
 // 0 · NaN is NaN, so what is not finite is left out of K, Q and dO where they meet pairs that are
 // not kept, and added afterwards for those that are.
 
 namespace qkv::kernels::QKV_ISA {
-
-constexpr int kAmxBackwardVectors = 6;
-constexpr int kSquare = 32;
-
-inline int64_t amx_depths(int64_t width) { return (width + kTileDepth - 1) / kTileDepth; }
-inline int64_t amx_columns(int64_t width) { return (width + kTileRows - 1) / kTileRows; }
-
-/// Where an AmxBackward has what: or only how much it is, if memory is nullptr.
-struct AmxBackwardMemory {
-  using Rows = BackwardRows<float, kAmxBackwardVectors>;
-  static constexpr int kRows = Rows::kRows;
-  static constexpr int kSquares = kRows / kSquare;
-  static constexpr int kBlockSquares = kBackwardBlockKeys / kSquare;
-
-  // Of the keys of the split, in tiles:
-  BFloat16* key_lines;    // A [keys / 16][depths of D]
-  BFloat16* value_lines;  // A [keys / 16][depths of Dv]
-  BFloat16* key_columns;  // A [keys / 32][columns of D]
-  float* grad_key;        // C [keys / 16][columns of D]
-  float* grad_value;      // C [keys / 16][columns of Dv]
-  uint8_t* poisoned;      // [keys / 32]: something in K is not finite
-  // Of a tile of rows:
-  BFloat16* query_columns;     // B [rows / 16][depths of D]
-  BFloat16* grad_out_columns;  // B [rows / 16][depths of Dv]
-  BFloat16* query_rows;        // B [rows / 32][columns of D]
-  BFloat16* grad_out_rows;     // B [rows / 32][columns of Dv]
-  float* grad_query_t;         // [columns of D · 16][rows]
-  // Of 32 keys:
-  float* scores;       // [32][rows], S, P
-  float* grads;        // [32][rows], dP, dS
-  float* caps;         // [32][rows], the derivative of the softcap
-  BFloat16* p_lines;   // A [rows / 32][2 parts][2 of keys]
-  BFloat16* ds_lines;  // as p_lines
-  // Of a block of keys:
-  BFloat16* ds_pairs;  // B [keys / 32][rows / 32][2 parts][2 of rows]
-  float* bias;
-  uint8_t* bits;
-  uint8_t* stays;
-
-  int64_t bytes;
-
-  AmxBackwardMemory(const BackwardParams<float>& params, void* memory) {
-    Pieces pieces(memory);
-    const Problem<float>& p = params.problem;
-    const int64_t blocks = (backward_blocks(p) + params.splits - 1) / params.splits;
-    const int64_t keys = blocks * kBlockSquares;  // in squares
-    const int64_t depths = amx_depths(p.head_dim), value_depths = amx_depths(p.value_dim);
-    const int64_t columns = amx_columns(p.head_dim), value_columns = amx_columns(p.value_dim);
-    pieces.take(key_lines, 2 * keys * depths);
-    pieces.take(value_lines, 2 * keys * value_depths);
-    pieces.take(key_columns, keys * columns);
-    pieces.take(grad_key, 2 * keys * columns);
-    pieces.take(grad_value, 2 * keys * value_columns);
-    pieces.take(query_columns, 2 * kSquares * depths);
-    pieces.take(grad_out_columns, 2 * kSquares * value_depths);
-    pieces.take(query_rows, kSquares * columns);
-    pieces.take(grad_out_rows, kSquares * value_columns);
-    pieces.take(grad_query_t, 2 * kSquares * columns);
-    constexpr int64_t kOfSquares = kSquare * kRows * int64_t{sizeof(float)} / kTileBytes;
-    pieces.take(scores, kOfSquares);
-    pieces.take(grads, kOfSquares);
-    pieces.take(caps, p.softcap != 0.0f ? kOfSquares : 0);
-    pieces.take(p_lines, 4 * kSquares);
-    pieces.take(ds_lines, 4 * kSquares);
-    pieces.take(ds_pairs, 4 * kSquares * kBlockSquares);
-    pieces.take(bias, MaskTile<float, kRows>::has_bias(p) ? kOfSquares * kBlockSquares : 0);
-    constexpr int64_t kBits = (kBackwardBlockKeys / 8 * kRows + kTileBytes - 1) / kTileBytes;
-    pieces.take(bits, kBits);
-    pieces.take(stays, kBits);
-    pieces.take(poisoned, (keys + kTileBytes - 1) / kTileBytes);
-    bytes = pieces.bytes();
-  }
-};
-
-/// 32 rows and keys of a tile, from the bits of pairs that are kept: `row_bytes` for 8 keys.
-inline TileState state_of_square(const uint8_t* bits, int64_t row_bytes, int keys) {
-  auto any = _mm256_setzero_si256(), all = _mm256_set1_epi8(-1);
-  for (int k = 0; k < keys; k += 8, bits += row_bytes) {
-    const auto kept = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits));
-    const auto inside = _mm256_set1_epi8(static_cast<char>(bits_in_range(0, keys - k)));
-    any = _mm256_or_si256(any, _mm256_and_si256(kept, inside));
-    all = _mm256_and_si256(all, _mm256_or_si256(kept, ~inside));
-  }
-  if (_mm256_testz_si256(any, any)) return TileState::kEmpty;
-  return _mm256_movepi8_mask(_mm256_cmpeq_epi8(all, _mm256_set1_epi8(-1))) == ~__mmask32(0)
-             ? TileState::kFull
-             : TileState::kPartial;
-}
-
-/// `count` keys as tiles A [keys / 16][depths].
-inline void pack_key_lines(const BFloat16* keys, int64_t stride, int64_t count, int64_t width,
-                           BFloat16* to) {
-  for (int64_t k = 0; k < (count + kSquare - 1) / kSquare * kSquare; k += kTileRows) {
-    const BFloat16* rows[kTileRows];
-    for (int l = 0; l < kTileRows; ++l) rows[l] = k + l < count ? keys + (k + l) * stride : nullptr;
-    pack_lines(rows, width, to);
-    to += amx_depths(width) * kTileRows * kTileDepth;
-  }
-}
-
-/// The same as tiles A [keys / 32][columns], which leave out what is not finite; `poisoned` says
-/// of which 32 keys.
-inline void pack_key_columns(const BFloat16* keys, int64_t stride, int64_t count, int64_t width,
-                             BFloat16* to, uint8_t* poisoned) {
-  const auto row = [&](int64_t k) { return k < count ? keys + k * stride : nullptr; };
-  for (int64_t k = 0; k < count; k += kSquare) {
-    const BFloat16* first[kTileRows];
-    const BFloat16* second[kTileRows];
-    for (int l = 0; l < kTileRows; ++l) {
-      first[l] = row(k + 2 * l);
-      second[l] = row(k + 2 * l + 1);
-    }
-    *poisoned++ = !pack_columns(first, second, width, to);
-    to += amx_columns(width) * kTileRows * kTileDepth;
-  }
-}
-
-/// A tile of rows of x as tiles B: transposed [rows / 16][depths] and, unless that is nullptr,
-/// [rows / 32][columns], which leave out what is not finite. False if something was not.
-template <int kRows>
-inline bool pack_rows(const RowTile<kRows>& tile, const Operand<const float>& x, int64_t width,
-                      BFloat16* columns, BFloat16* rows) {
-  constexpr int64_t kTile = kTileRows * kTileDepth;
-  const auto rows_of_x = tile.template stored_rows_in<BFloat16>(x);
-  bool all_finite = true;
-  for (int g = 0; g * kSquare < tile.rows; ++g) {
-    const BFloat16* halves[2][kTileRows];
-    for (int l = 0; l < kSquare; ++l) {
-      const int r = g * kSquare + l;
-      halves[l / kTileRows][l % kTileRows] = r < tile.rows ? rows_of_x[r] : nullptr;
-    }
-    for (int half = 0; half < 2; ++half) {
-      pack_pairs_of_columns(halves[half], width, 1,
-                            columns + (2 * g + half) * amx_depths(width) * kTile);
-    }
-    if (rows == nullptr) continue;
-    all_finite &=
-        pack_pairs_of_rows(halves[0], halves[1], width, rows + g * amx_columns(width) * kTile);
-  }
-  return all_finite;
-}
 
 /// 16 numbers as bfloat16, or `count` of them.
 QKV_INLINE void store_rounded(BFloat16* to, int64_t stride, int64_t count, __m512 x) {

@@ -1,11 +1,11 @@
 #pragma once
 
-#include "kernels/cpu/amx_backward.inc.h"
+#include "kernels/cpu/amx_squares.inc.h"
 #include "kernels/cpu/tangent_products.inc.h"
 
-// Products of a tangent tile by AMX, of matrices in bfloat16, laid out as the backward has them
-// (amx_backward.inc.h). Tiles of the kernel (P', dS, ..) are cut into two bfloat16 numbers each, in
-// squares of 32 keys and rows, and multiplied twice. Squares of which no pair is kept are left out.
+// Products of a tangent tile by AMX, of matrices in bfloat16, laid out in squares of 32 keys and
+// rows (amx_squares.inc.h). Tiles of the kernel (P', dS, ..) are cut into two bfloat16 numbers each
+// and multiplied twice. Squares of which no pair is kept are left out.
 //
 // 0 · NaN is NaN: what is not finite in X and Y is left out where these are multiplied with tiles,
 // and added afterwards for the pairs that are kept.

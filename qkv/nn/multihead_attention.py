@@ -1,237 +1,13 @@
-"""Attention modules: the twins of ``qkv::nn`` in C++, with the same parameter names and numbers.
-
-Everywhere:
-
-- The batch comes first, and there may be any number of batch dimensions, or none.
-- A bool ``attn_mask`` means True = may attend; it broadcasts to (B.., H, M, N). A float one is
-  added to the scores.
-- ``key_padding_mask`` (B.., N) means True = padding, that is, may not be attended to.
-- Masks and causal compose: what is kept is their intersection, in training as in evaluation.
-- ``forward`` returns the output; ``forward_with_weights`` also the attention weights, with the
-  output still from the fused path.
-
-All modules can be scripted (``torch.jit.script``), exported and compiled.
-"""
+"""Heads with learned W_Q, W_K, W_V, W_O."""
 
 import math
-import zipfile
-from os import PathLike
 from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn import Linear
 
-#: Keys and values of the tokens so far, for generating one by one: ``KVCache(max_length)``. Pass
-#: the same object to each call of :class:`MultiheadAttention`. One C++ class for Python, C++ and
-#: TorchScript, with ``append(key, value)``, ``truncate(length)``, ``length()``, ``max_length()``;
-#: ``extended(key, value)`` and ``advance(count)`` are the halves of ``append``.
-KVCache = torch.classes.qkv.KVCache
-
-
-def _key_mask(module: str, padding: Optional[Tensor]) -> Optional[Tensor]:
-    """True = padding, as modules have it, to True = may be attended to, as the operator has it."""
-    if padding is None:
-        return None
-    if padding.dtype != torch.bool:
-        # (TorchScript would print a number.)
-        found = "" if torch.jit.is_scripting() else f", but is {padding.dtype}"
-        raise TypeError(f"{module}: key_padding_mask must be bool (True = padding){found}")
-    return padding.logical_not()
-
-
-def _check_rows(module: str, name: str, x: Tensor, letters: str, width: int) -> None:
-    if x.dim() < 2 or x.size(-1) != width:
-        raise ValueError(
-            f"{module}: {name} must be (.., rows, {letters}={width}), but has shape {list(x.shape)}"
-        )
-
-
-def _check_dropout(module: str, dropout: float) -> None:
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"{module}: dropout must be between 0 and 1, but is {dropout}")
-
-
-def _check_positive(module: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if size <= 0:
-            raise ValueError(f"{module}: {name} must be positive, but is {size}")
-
-
-class ScaledDotProductAttention(torch.nn.Module):
-    """``softmax(scale * Q K^T) V`` without parameters.
-
-    Args:
-        scale: 1/sqrt(D) by default. 1 is plain dot-product attention.
-        dropout: probability of dropping a weight in training.
-        causal: query i attends to keys j <= i only.
-    """
-
-    scale: Optional[float]
-
-    def __init__(
-        self, scale: Optional[float] = None, dropout: float = 0.0, causal: bool = False
-    ) -> None:
-        super().__init__()
-        _check_dropout("qkv.nn.ScaledDotProductAttention", dropout)
-        self.scale = scale
-        self.dropout = dropout
-        self.causal = causal
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Optional[Tensor] = None,
-        value: Optional[Tensor] = None,
-        attn_mask: Optional[Tensor] = None,
-        key_padding_mask: Optional[Tensor] = None,
-    ) -> Tensor:
-        """
-        Args:
-            query: (B.., H, M, D), (H, M, D) or (M, D).
-            key: (B.., H, N, D); the query by default.
-            value: (B.., H, N, Dv); the key by default.
-
-        Returns:
-            (B.., H, M, Dv).
-        """
-        if key is None:
-            key = query
-        if value is None:
-            value = key
-        return torch.ops.qkv.attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            self.dropout if self.training else 0.0,
-            self.causal,
-            scale=self.scale,
-            key_mask=_key_mask("qkv.nn.ScaledDotProductAttention", key_padding_mask),
-        )
-
-    @torch.jit.export
-    def forward_with_weights(
-        self,
-        query: Tensor,
-        key: Optional[Tensor] = None,
-        value: Optional[Tensor] = None,
-        attn_mask: Optional[Tensor] = None,
-        key_padding_mask: Optional[Tensor] = None,
-    ) -> Tuple[Tensor, Tensor]:
-        """The output and the weights (B.., H, M, N), before dropout."""
-        weights = torch.ops.qkv.attention_weights(
-            query,
-            query if key is None else key,
-            attn_mask,
-            self.causal,
-            scale=self.scale,
-            key_mask=_key_mask("qkv.nn.ScaledDotProductAttention", key_padding_mask),
-        )
-        return self.forward(query, key, value, attn_mask, key_padding_mask), weights
-
-    def extra_repr(self) -> str:
-        scale = "" if self.scale is None else f"scale={self.scale}, "
-        return f"{scale}dropout={self.dropout}, causal={self.causal}"
-
-
-class SelfAttention(torch.nn.Module):
-    """One head of self-attention with learned W_Q, W_K, W_V and no output projection.
-
-    Args:
-        d_in: width of the input.
-        d_out: width of queries and keys, and of values unless ``d_v`` is given.
-        d_v: width of values, hence of the output.
-        bias: whether the three projections have one.
-        causal: query i attends to keys j <= i only.
-        dropout: probability of dropping a weight in training.
-        scale: 1/sqrt(d_out) by default.
-    """
-
-    scale: Optional[float]
-
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        d_v: Optional[int] = None,
-        bias: bool = False,
-        causal: bool = False,
-        dropout: float = 0.0,
-        scale: Optional[float] = None,
-        device: Optional[torch.device] = None,
-        dtype: Optional[torch.dtype] = None,
-    ) -> None:
-        super().__init__()
-        d_v = d_out if d_v is None else d_v
-        _check_positive("qkv.nn.SelfAttention", d_in=d_in, d_out=d_out, d_v=d_v)
-        _check_dropout("qkv.nn.SelfAttention", dropout)
-        self.causal = causal
-        self.dropout = dropout
-        self.scale = scale
-        self.w_q = Linear(d_in, d_out, bias, device, dtype)
-        self.w_k = Linear(d_in, d_out, bias, device, dtype)
-        self.w_v = Linear(d_in, d_v, bias, device, dtype)
-
-    def forward(
-        self,
-        input: Tensor,
-        attn_mask: Optional[Tensor] = None,
-        key_padding_mask: Optional[Tensor] = None,
-    ) -> Tensor:
-        """
-        Args:
-            input: (T, d_in) or (B.., T, d_in).
-            attn_mask: broadcasts to (B.., T, T): there is one head.
-
-        Returns:
-            (B.., T, d_v).
-        """
-        key_mask = self._checked(input, key_padding_mask)
-        return torch.ops.qkv.attention(
-            self.w_q(input).unsqueeze(-3),
-            self.w_k(input).unsqueeze(-3),
-            self.w_v(input).unsqueeze(-3),
-            self._mask_of_head(attn_mask),
-            self.dropout if self.training else 0.0,
-            self.causal,
-            scale=self.scale,
-            key_mask=key_mask,
-        ).squeeze(-3)
-
-    @torch.jit.export
-    def forward_with_weights(
-        self,
-        input: Tensor,
-        attn_mask: Optional[Tensor] = None,
-        key_padding_mask: Optional[Tensor] = None,
-    ) -> Tuple[Tensor, Tensor]:
-        """The output and the weights (B.., T, T), before dropout."""
-        key_mask = self._checked(input, key_padding_mask)
-        weights = torch.ops.qkv.attention_weights(
-            self.w_q(input).unsqueeze(-3),
-            self.w_k(input).unsqueeze(-3),
-            self._mask_of_head(attn_mask),
-            self.causal,
-            scale=self.scale,
-            key_mask=key_mask,
-        ).squeeze(-3)
-        return self.forward(input, attn_mask, key_padding_mask), weights
-
-    def _checked(self, input: Tensor, key_padding_mask: Optional[Tensor]) -> Optional[Tensor]:
-        """The operator's key_mask; before any work, as all checks are."""
-        _check_rows("qkv.nn.SelfAttention", "input", input, "d_in", self.w_q.in_features)
-        return _key_mask("qkv.nn.SelfAttention", key_padding_mask)
-
-    def _mask_of_head(self, attn_mask: Optional[Tensor]) -> Optional[Tensor]:
-        """The operator has heads in dimension -3; this puts the one head there."""
-        if attn_mask is None or attn_mask.dim() <= 2:
-            return attn_mask
-        return attn_mask.unsqueeze(-3)
-
-    def extra_repr(self) -> str:
-        scale = "" if self.scale is None else f"scale={self.scale}, "
-        return f"{scale}causal={self.causal}, dropout={self.dropout}"
+from qkv.nn.arguments import check_dropout, check_positive, check_rows, key_mask_of
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -275,7 +51,7 @@ class MultiheadAttention(torch.nn.Module):
         kdim = embed_dim if kdim is None else kdim
         vdim = embed_dim if vdim is None else vdim
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_positive(
+        check_positive(
             name,
             embed_dim=embed_dim,
             num_heads=num_heads,
@@ -295,8 +71,8 @@ class MultiheadAttention(torch.nn.Module):
                     f"but embed_dim={embed_dim} and num_heads={num_heads}"
                 )
             head_dim = embed_dim // num_heads
-        _check_positive(name, head_dim=head_dim)
-        _check_dropout(name, dropout)
+        check_positive(name, head_dim=head_dim)
+        check_dropout(name, dropout)
         if window is not None and len(window) != 2:
             raise ValueError(f"{name}: window must be (left, right), but is {window}")
         if window is not None and min(window) < -1:
@@ -397,7 +173,7 @@ class MultiheadAttention(torch.nn.Module):
         Returns:
             (B.., M, embed_dim).
         """
-        key_mask = _key_mask("qkv.nn.MultiheadAttention", key_padding_mask)
+        key_mask = key_mask_of("qkv.nn.MultiheadAttention", key_padding_mask)
         q, k, v, query_offset = self._project(query, key, value, cache)
         out = self._attend(q, k, v, attn_mask, key_mask, query_offset)
         if cache is not None:  # only now: nothing is cached if the call fails
@@ -417,7 +193,7 @@ class MultiheadAttention(torch.nn.Module):
     ) -> Tuple[Tensor, Tensor]:
         """The output and the weights, before dropout: (B.., num_heads, M, N), or their mean over
         the heads (B.., M, N) with ``average_weights``."""
-        key_mask = _key_mask("qkv.nn.MultiheadAttention", key_padding_mask)
+        key_mask = key_mask_of("qkv.nn.MultiheadAttention", key_padding_mask)
         q, k, v, query_offset = self._project(query, key, value, cache)
         weights = torch.ops.qkv.attention_weights(
             q,
@@ -452,9 +228,9 @@ class MultiheadAttention(torch.nn.Module):
         if value is None:
             value = key
         name = "qkv.nn.MultiheadAttention"
-        _check_rows(name, "query", query, "embed_dim", self.w_q.in_features)
-        _check_rows(name, "key", key, "kdim", self.w_k.in_features)
-        _check_rows(name, "value", value, "vdim", self.w_v.in_features)
+        check_rows(name, "query", query, "embed_dim", self.w_q.in_features)
+        check_rows(name, "key", key, "kdim", self.w_k.in_features)
+        check_rows(name, "value", value, "vdim", self.w_v.in_features)
         q = self._split_heads(self.w_q(query), self.num_heads)
         k = self._split_heads(self.w_k(key), self.num_kv_heads)
         v = self._split_heads(self.w_v(value), self.num_kv_heads)
@@ -493,34 +269,3 @@ class MultiheadAttention(torch.nn.Module):
             text += f", num_kv_heads={self.num_kv_heads}"
         text += f", dropout={self.dropout}, causal={self.causal}"
         return text if self.window is None else f"{text}, window={tuple(self.window)}"
-
-
-def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
-    """Writes a module's parameters and buffers for ``qkv::nn::load_state_dict`` in C++.
-
-    It is ``torch.save`` of a plain dict: the OrderedDict that ``state_dict()`` returns cannot be
-    read by LibTorch.
-    """
-    torch.save({name: x.detach() for name, x in module.state_dict().items()}, path)
-
-
-def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
-    """Fills a module from a file of :func:`save_state_dict`, of ``qkv::nn::save_state_dict`` or
-    ``torch::save`` in C++, or of ``torch.jit.save``.
-
-    Raises:
-        RuntimeError: if names or shapes differ (see ``torch.nn.Module.load_state_dict``).
-        pickle.UnpicklingError: if the file holds anything else than tensors.
-    """
-    if _is_script_archive(path):
-        state = torch.jit.load(path, map_location="cpu").state_dict()
-    else:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    module.load_state_dict(state)
-
-
-def _is_script_archive(path: "str | PathLike[str]") -> bool:
-    if not zipfile.is_zipfile(path):  # torch.save's old format
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())

@@ -1,0 +1,9 @@
+"""The cache of generating token by token."""
+
+import torch
+
+#: Keys and values of the tokens so far, for generating one by one: ``KVCache(max_length)``. Pass
+#: the same object to each call of :class:`qkv.nn.MultiheadAttention`. One C++ class for Python, C++
+#: and TorchScript, with ``append(key, value)``, ``truncate(length)``, ``length()``,
+#: ``max_length()``; ``extended(key, value)`` and ``advance(count)`` are the halves of ``append``.
+KVCache = torch.classes.qkv.KVCache

@@ -1,0 +1,85 @@
+"""The fused attention as a module without parameters."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from qkv.nn.arguments import check_dropout, key_mask_of
+
+
+class ScaledDotProductAttention(torch.nn.Module):
+    """``softmax(scale * Q K^T) V`` without parameters.
+
+    Args:
+        scale: 1/sqrt(D) by default. 1 is plain dot-product attention.
+        dropout: probability of dropping a weight in training.
+        causal: query i attends to keys j <= i only.
+    """
+
+    scale: Optional[float]
+
+    def __init__(
+        self, scale: Optional[float] = None, dropout: float = 0.0, causal: bool = False
+    ) -> None:
+        super().__init__()
+        check_dropout("qkv.nn.ScaledDotProductAttention", dropout)
+        self.scale = scale
+        self.dropout = dropout
+        self.causal = causal
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+    ) -> Tensor:
+        """
+        Args:
+            query: (B.., H, M, D), (H, M, D) or (M, D).
+            key: (B.., H, N, D); the query by default.
+            value: (B.., H, N, Dv); the key by default.
+
+        Returns:
+            (B.., H, M, Dv).
+        """
+        if key is None:
+            key = query
+        if value is None:
+            value = key
+        return torch.ops.qkv.attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            self.dropout if self.training else 0.0,
+            self.causal,
+            scale=self.scale,
+            key_mask=key_mask_of("qkv.nn.ScaledDotProductAttention", key_padding_mask),
+        )
+
+    @torch.jit.export
+    def forward_with_weights(
+        self,
+        query: Tensor,
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor]:
+        """The output and the weights (B.., H, M, N), before dropout."""
+        weights = torch.ops.qkv.attention_weights(
+            query,
+            query if key is None else key,
+            attn_mask,
+            self.causal,
+            scale=self.scale,
+            key_mask=key_mask_of("qkv.nn.ScaledDotProductAttention", key_padding_mask),
+        )
+        return self.forward(query, key, value, attn_mask, key_padding_mask), weights
+
+    def extra_repr(self) -> str:
+        scale = "" if self.scale is None else f"scale={self.scale}, "
+        return f"{scale}dropout={self.dropout}, causal={self.causal}"

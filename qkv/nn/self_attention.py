@@ -1,0 +1,108 @@
+"""One head with learned W_Q, W_K, W_V."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import Linear
+
+from qkv.nn.arguments import check_dropout, check_positive, check_rows, key_mask_of
+
+
+class SelfAttention(torch.nn.Module):
+    """One head of self-attention with learned W_Q, W_K, W_V and no output projection.
+
+    Args:
+        d_in: width of the input.
+        d_out: width of queries and keys, and of values unless ``d_v`` is given.
+        d_v: width of values, hence of the output.
+        bias: whether the three projections have one.
+        causal: query i attends to keys j <= i only.
+        dropout: probability of dropping a weight in training.
+        scale: 1/sqrt(d_out) by default.
+    """
+
+    scale: Optional[float]
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        d_v: Optional[int] = None,
+        bias: bool = False,
+        causal: bool = False,
+        dropout: float = 0.0,
+        scale: Optional[float] = None,
+        device: Optional[torch.device] = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        super().__init__()
+        d_v = d_out if d_v is None else d_v
+        check_positive("qkv.nn.SelfAttention", d_in=d_in, d_out=d_out, d_v=d_v)
+        check_dropout("qkv.nn.SelfAttention", dropout)
+        self.causal = causal
+        self.dropout = dropout
+        self.scale = scale
+        self.w_q = Linear(d_in, d_out, bias, device, dtype)
+        self.w_k = Linear(d_in, d_out, bias, device, dtype)
+        self.w_v = Linear(d_in, d_v, bias, device, dtype)
+
+    def forward(
+        self,
+        input: Tensor,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+    ) -> Tensor:
+        """
+        Args:
+            input: (T, d_in) or (B.., T, d_in).
+            attn_mask: broadcasts to (B.., T, T): there is one head.
+
+        Returns:
+            (B.., T, d_v).
+        """
+        key_mask = self._checked(input, key_padding_mask)
+        return torch.ops.qkv.attention(
+            self.w_q(input).unsqueeze(-3),
+            self.w_k(input).unsqueeze(-3),
+            self.w_v(input).unsqueeze(-3),
+            self._mask_of_head(attn_mask),
+            self.dropout if self.training else 0.0,
+            self.causal,
+            scale=self.scale,
+            key_mask=key_mask,
+        ).squeeze(-3)
+
+    @torch.jit.export
+    def forward_with_weights(
+        self,
+        input: Tensor,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor]:
+        """The output and the weights (B.., T, T), before dropout."""
+        key_mask = self._checked(input, key_padding_mask)
+        weights = torch.ops.qkv.attention_weights(
+            self.w_q(input).unsqueeze(-3),
+            self.w_k(input).unsqueeze(-3),
+            self._mask_of_head(attn_mask),
+            self.causal,
+            scale=self.scale,
+            key_mask=key_mask,
+        ).squeeze(-3)
+        return self.forward(input, attn_mask, key_padding_mask), weights
+
+    def _checked(self, input: Tensor, key_padding_mask: Optional[Tensor]) -> Optional[Tensor]:
+        """The operator's key_mask; before any work, as all checks are."""
+        check_rows("qkv.nn.SelfAttention", "input", input, "d_in", self.w_q.in_features)
+        return key_mask_of("qkv.nn.SelfAttention", key_padding_mask)
+
+    def _mask_of_head(self, attn_mask: Optional[Tensor]) -> Optional[Tensor]:
+        """The operator has heads in dimension -3; this puts the one head there."""
+        if attn_mask is None or attn_mask.dim() <= 2:
+            return attn_mask
+        return attn_mask.unsqueeze(-3)
+
+    def extra_repr(self) -> str:
+        scale = "" if self.scale is None else f"scale={self.scale}, "
+        return f"{scale}causal={self.causal}, dropout={self.dropout}"

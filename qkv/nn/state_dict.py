@@ -1,0 +1,37 @@
+"""State dicts that Python and C++ read from each other."""
+
+import zipfile
+from os import PathLike
+
+import torch
+
+
+def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
+    """Writes a module's parameters and buffers for ``qkv::nn::load_state_dict`` in C++.
+
+    It is ``torch.save`` of a plain dict: the OrderedDict that ``state_dict()`` returns cannot be
+    read by LibTorch.
+    """
+    torch.save({name: x.detach() for name, x in module.state_dict().items()}, path)
+
+
+def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
+    """Fills a module from a file of :func:`save_state_dict`, of ``qkv::nn::save_state_dict`` or
+    ``torch::save`` in C++, or of ``torch.jit.save``.
+
+    Raises:
+        RuntimeError: if names or shapes differ (see ``torch.nn.Module.load_state_dict``).
+        pickle.UnpicklingError: if the file holds anything else than tensors.
+    """
+    if _is_script_archive(path):
+        state = torch.jit.load(path, map_location="cpu").state_dict()
+    else:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    module.load_state_dict(state)
+
+
+def _is_script_archive(path: "str | PathLike[str]") -> bool:
+    if not zipfile.is_zipfile(path):  # torch.save's old format
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
