@@ -186,6 +186,23 @@ TEST(Emulated, WhatIsMaskedOutCannotMatter) {
   expect_no_faults();
 }
 
+/// Of the incoming gradients only that of the row without keys does not matter to the sink.
+TEST(Emulated, ValuesOfZerosAreNotRowsWithoutKeys) {
+  const Tensor query = torch::randn({1, 1, 3, 4}), key = torch::randn({1, 1, 3, 4});
+  const Tensor value = torch::zeros({1, 1, 3, 4}), keep = torch::ones({3, 3}, torch::kBool);
+  keep[1].fill_(false);
+  for (int64_t row = 0; row < 3; ++row) {
+    const Tensor sinks = torch::zeros({1}).requires_grad_();
+    const Tensor grad = torch::zeros({1, 1, 3, 4});
+    grad.select(2, row).fill_(NAN);
+    const auto options = qkv::AttentionOptions().attn_mask(keep).sinks(sinks);
+    const auto grads =
+        torch::autograd::grad({qkv::attention(query, key, value, options)}, {sinks}, {grad});
+    EXPECT_EQ(grads[0].isnan().item<bool>(), row != 1) << row;
+  }
+  expect_no_faults();
+}
+
 TEST(Emulated, ScoresOfAnySizeAreFinite) {
   qkv::Operands x = large(1, 5, 70, 4, 3);
   x.softcap = 0.0;
