@@ -35,7 +35,7 @@ inline Tensor empty_dense_like(const Tensor& like, c10::SymIntArrayRef sizes) {
   c10::SymInt step = 1;
   for (int64_t at = rank - 1; at >= 0; --at) {
     dense[order[at]] = step;
-    step = step * sizes[order[at]].max(1);
+    step = step * sizes[order[at]].max(1);  // a graph may not know whether it is 0
   }
   return at::empty_strided_symint(sizes, dense, like.options());
 }
