@@ -23,11 +23,22 @@ at::Tensor with_room_for(int64_t max_length, const at::Tensor& x) {
   return at::empty(sizes, x.options());
 }
 
+bool shares_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.has_storage() && b.has_storage() && a.is_alias_of(b);
+}
+
 }  // namespace
 
 KVCache::KVCache(int64_t max_length) : max_length_(max_length) {
   TORCH_CHECK_VALUE(max_length > 0, "qkv::KVCache: max_length must be positive, but is ",
                     max_length);
+}
+
+KVCache::KVCache(const KVCache& other) : KVCache(other.max_length_) {
+  if (other.length_ == 0) return;
+  const at::NoGradGuard no_grad;
+  const auto [key, value] = other.cached();
+  append(*key, *value);
 }
 
 std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key, const at::Tensor& value) {
@@ -65,9 +76,14 @@ std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
     value_ = with_room_for(max_length_, value);
   }
   extension_ = count;
-  at::NoGradGuard no_grad;
-  key_.narrow(-2, length_, count).copy_(key);
-  value_.narrow(-2, length_, count).copy_(value);
+  const at::NoGradGuard no_grad;
+  // Views of the cache may come back, as of all keys but the oldest.
+  const auto apart = [&](const at::Tensor& x) {
+    return shares_memory(x, key_) || shares_memory(x, value_) ? x.clone() : x;
+  };
+  const at::Tensor new_key = apart(key), new_value = apart(value);
+  key_.narrow(-2, length_, count).copy_(new_key);
+  value_.narrow(-2, length_, count).copy_(new_value);
   return {key_.narrow(-2, 0, length_ + count), value_.narrow(-2, 0, length_ + count)};
 }
 
@@ -94,12 +110,19 @@ namespace {
 
 using State = std::tuple<int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>>;
 
+/// Without the room for more keys, and what it may still hold.
+std::optional<at::Tensor> alone(const std::optional<at::Tensor>& view) {
+  if (!view) return std::nullopt;
+  return view->clone(at::MemoryFormat::Contiguous);
+}
+
 TORCH_LIBRARY_FRAGMENT(qkv, m) {
   m.class_<KVCache>("KVCache")
       .def(torch::init<int64_t>(), "", {torch::arg("max_length")})
       .def("append", &KVCache::append)
       .def("extended", &KVCache::extended)
       .def("advance", &KVCache::advance)
+      .def("cached", &KVCache::cached)
       .def("truncate", &KVCache::truncate)
       .def("length", &KVCache::length)
       .def("max_length", &KVCache::max_length)
@@ -107,7 +130,7 @@ TORCH_LIBRARY_FRAGMENT(qkv, m) {
       .def_pickle(
           [](const c10::intrusive_ptr<KVCache>& cache) -> State {
             const auto cached = cache->cached();
-            return {cache->max_length(), std::get<0>(cached), std::get<1>(cached)};
+            return {cache->max_length(), alone(std::get<0>(cached)), alone(std::get<1>(cached))};
           },
           [](const State& state) {
             const auto& [max_length, key, value] = state;

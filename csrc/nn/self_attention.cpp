@@ -23,6 +23,25 @@ AttentionOptions attention_options(const SelfAttentionImpl& module, const at::Te
       .scale(module.options.scale());
 }
 
+struct Projected {
+  at::Tensor query, key, value;
+  AttentionOptions options;
+};
+
+Projected projected(SelfAttentionImpl& module, const at::Tensor& input, const at::Tensor& attn_mask,
+                    const at::Tensor& key_padding_mask) {
+  check_rows(kName, "input", input, "d_in", module.options.d_in());
+  const AttentionOptions options = attention_options(module, attn_mask, key_padding_mask);
+  return {with_head(module.w_q(input)), with_head(module.w_k(input)), with_head(module.w_v(input)),
+          options};
+}
+
+at::Tensor output(const SelfAttentionImpl& module, const Projected& p) {
+  AttentionOptions options = p.options;
+  options.dropout_p(module.is_training() ? module.options.dropout() : 0.0);
+  return attention(p.query, p.key, p.value, options).squeeze(-3);
+}
+
 }  // namespace
 
 SelfAttentionImpl::SelfAttentionImpl(const SelfAttentionOptions& options_) : options(options_) {
@@ -54,20 +73,14 @@ void SelfAttentionImpl::pretty_print(std::ostream& stream) const {
 
 at::Tensor SelfAttentionImpl::forward(const at::Tensor& input, const at::Tensor& attn_mask,
                                       const at::Tensor& key_padding_mask) {
-  check_rows(kName, "input", input, "d_in", options.d_in());
-  const AttentionOptions with_dropout = attention_options(*this, attn_mask, key_padding_mask)
-                                            .dropout_p(is_training() ? options.dropout() : 0.0);
-  return attention(with_head(w_q(input)), with_head(w_k(input)), with_head(w_v(input)),
-                   with_dropout)
-      .squeeze(-3);
+  const Projected p = projected(*this, input, attn_mask, key_padding_mask);
+  return output(*this, p);
 }
 
 std::tuple<at::Tensor, at::Tensor> SelfAttentionImpl::forward_with_weights(
     const at::Tensor& input, const at::Tensor& attn_mask, const at::Tensor& key_padding_mask) {
-  return {forward(input, attn_mask, key_padding_mask),
-          attention_weights(with_head(w_q(input)), with_head(w_k(input)),
-                            attention_options(*this, attn_mask, key_padding_mask))
-              .squeeze(-3)};
+  const Projected p = projected(*this, input, attn_mask, key_padding_mask);
+  return {output(*this, p), attention_weights(p.query, p.key, p.options).squeeze(-3)};
 }
 
 }  // namespace qkv::nn

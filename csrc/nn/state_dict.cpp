@@ -35,11 +35,7 @@ StateDict read_script_module(const std::string& path) {
 
 StateDict read_dict(const std::string& path, const std::string& bytes) {
   const c10::IValue value = torch::jit::pickle_load({bytes.begin(), bytes.end()});
-  // LibTorch's unpickler makes None of an OrderedDict.
-  TORCH_CHECK_VALUE(value.isGenericDict(), "qkv::nn::load_state_dict: ", path,
-                    " holds no dict of tensors. An OrderedDict, as module.state_dict() returns, "
-                    "cannot be read without Python: write it with torch.save(dict(module."
-                    "state_dict()), path) or with qkv.nn.save_state_dict(module, path)");
+  TORCH_CHECK(value.isGenericDict(), "it holds no dict");
   StateDict state;
   for (const auto& item : value.toGenericDict()) {
     TORCH_CHECK_VALUE(item.key().isString() && item.value().isTensor(),
@@ -49,13 +45,35 @@ StateDict read_dict(const std::string& path, const std::string& bytes) {
   return state;
 }
 
-StateDict read(const std::string& path) {
+StateDict read_archive(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   TORCH_CHECK_VALUE(file.good(), "qkv::nn::load_state_dict: cannot read ", path);
   const std::string bytes{std::istreambuf_iterator<char>(file), {}};
   std::istringstream stream(bytes);
   caffe2::serialize::PyTorchStreamReader archive(&stream);
   return archive.hasRecord("constants.pkl") ? read_script_module(path) : read_dict(path, bytes);
+}
+
+/// What LibTorch says of a file that it cannot read names neither the file nor the remedy.
+[[noreturn]] void refuse(const std::string& path, const std::string& reason) {
+  TORCH_CHECK_VALUE(
+      false, "qkv::nn::load_state_dict: ", path,
+      " is no archive with a dict of tensors. An OrderedDict, as module.state_dict() "
+      "returns, cannot be read without Python: write it with torch.save(dict(module."
+      "state_dict()), path) or with qkv.nn.save_state_dict(module, path). (LibTorch: ",
+      reason, ")");
+}
+
+StateDict read(const std::string& path) {
+  try {
+    return read_archive(path);
+  } catch (const c10::ValueError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    refuse(path, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    refuse(path, error.what());
+  }
 }
 
 /// The keys of a that b lacks, for a message.

@@ -41,7 +41,11 @@ class QKV_API KVCache : public torch::CustomClassHolder {
   /// \param max_length how many keys there is room for.
   explicit KVCache(int64_t max_length);
 
-  /// Appends (B.., H, new keys, D) and (B.., H, new keys, Dv).
+  /// With memory of its own: two ways to go on from the same keys.
+  KVCache(const KVCache& other);
+  KVCache& operator=(const KVCache&) = delete;
+
+  /// Appends (B.., H, new keys, D) and (B.., H, new keys, Dv), which may be views of the cache.
   /// \returns all keys and values so far, as views of the cache.
   /// \throws c10::ValueError if there is no room, if shapes, dtype or device do not fit the cached
   /// ones, or if they require a gradient in grad mode.

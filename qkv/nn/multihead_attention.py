@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
-from qkv.nn.arguments import check_dropout, check_positive, check_rows, key_mask_of
+from qkv.nn.arguments import (
+    check_positive,
+    check_rows,
+    checked_dropout,
+    checked_window,
+    key_mask_of,
+)
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -72,20 +78,15 @@ class MultiheadAttention(torch.nn.Module):
                 )
             head_dim = embed_dim // num_heads
         check_positive(name, head_dim=head_dim)
-        check_dropout(name, dropout)
-        if window is not None and len(window) != 2:
-            raise ValueError(f"{name}: window must be (left, right), but is {window}")
-        if window is not None and min(window) < -1:
-            raise ValueError(
-                f"{name}: window must be (left, right) with both >= 0, or -1 for unbounded, "
-                f"but is {window}"
-            )
+        self.embed_dim = embed_dim
+        self.kdim = kdim
+        self.vdim = vdim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.dropout = dropout
-        self.causal = causal
-        self.window = None if window is None else list(window)
+        self.dropout = checked_dropout(name, dropout)
+        self.causal = bool(causal)
+        self.window = checked_window(name, window)
         self.w_q = Linear(embed_dim, num_heads * head_dim, bias, device, dtype)
         self.w_k = Linear(kdim, num_kv_heads * head_dim, bias, device, dtype)
         self.w_v = Linear(vdim, num_kv_heads * head_dim, bias, device, dtype)
@@ -228,9 +229,9 @@ class MultiheadAttention(torch.nn.Module):
         if value is None:
             value = key
         name = "qkv.nn.MultiheadAttention"
-        check_rows(name, "query", query, "embed_dim", self.w_q.in_features)
-        check_rows(name, "key", key, "kdim", self.w_k.in_features)
-        check_rows(name, "value", value, "vdim", self.w_v.in_features)
+        check_rows(name, "query", query, "embed_dim", self.embed_dim)
+        check_rows(name, "key", key, "kdim", self.kdim)
+        check_rows(name, "value", value, "vdim", self.vdim)
         q = self._split_heads(self.w_q(query), self.num_heads)
         k = self._split_heads(self.w_k(key), self.num_kv_heads)
         v = self._split_heads(self.w_v(value), self.num_kv_heads)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
-from qkv.nn.arguments import check_dropout, check_positive, check_rows, key_mask_of
+from qkv.nn.arguments import check_positive, check_rows, checked_dropout, key_mask_of
 
 
 class SelfAttention(torch.nn.Module):
@@ -39,9 +39,9 @@ class SelfAttention(torch.nn.Module):
         super().__init__()
         d_v = d_out if d_v is None else d_v
         check_positive("qkv.nn.SelfAttention", d_in=d_in, d_out=d_out, d_v=d_v)
-        check_dropout("qkv.nn.SelfAttention", dropout)
-        self.causal = causal
-        self.dropout = dropout
+        self.d_in = d_in
+        self.causal = bool(causal)
+        self.dropout = checked_dropout("qkv.nn.SelfAttention", dropout)
         self.scale = scale
         self.w_q = Linear(d_in, d_out, bias, device, dtype)
         self.w_k = Linear(d_in, d_out, bias, device, dtype)
@@ -62,16 +62,8 @@ class SelfAttention(torch.nn.Module):
             (B.., T, d_v).
         """
         key_mask = self._checked(input, key_padding_mask)
-        return torch.ops.qkv.attention(
-            self.w_q(input).unsqueeze(-3),
-            self.w_k(input).unsqueeze(-3),
-            self.w_v(input).unsqueeze(-3),
-            self._mask_of_head(attn_mask),
-            self.dropout if self.training else 0.0,
-            self.causal,
-            scale=self.scale,
-            key_mask=key_mask,
-        ).squeeze(-3)
+        q, k, v = self._project(input)
+        return self._attend(q, k, v, self._mask_of_head(attn_mask), key_mask)
 
     @torch.jit.export
     def forward_with_weights(
@@ -82,23 +74,47 @@ class SelfAttention(torch.nn.Module):
     ) -> Tuple[Tensor, Tensor]:
         """The output and the weights (B.., T, T), before dropout."""
         key_mask = self._checked(input, key_padding_mask)
+        mask = self._mask_of_head(attn_mask)
+        q, k, v = self._project(input)
         weights = torch.ops.qkv.attention_weights(
+            q, k, mask, self.causal, scale=self.scale, key_mask=key_mask
+        )
+        return self._attend(q, k, v, mask, key_mask), weights.squeeze(-3)
+
+    def _project(self, input: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """The operator has heads in dimension -3: here it is one."""
+        return (
             self.w_q(input).unsqueeze(-3),
             self.w_k(input).unsqueeze(-3),
-            self._mask_of_head(attn_mask),
+            self.w_v(input).unsqueeze(-3),
+        )
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Optional[Tensor],
+        key_mask: Optional[Tensor],
+    ) -> Tensor:
+        return torch.ops.qkv.attention(
+            q,
+            k,
+            v,
+            mask,
+            self.dropout if self.training else 0.0,
             self.causal,
             scale=self.scale,
             key_mask=key_mask,
         ).squeeze(-3)
-        return self.forward(input, attn_mask, key_padding_mask), weights
 
     def _checked(self, input: Tensor, key_padding_mask: Optional[Tensor]) -> Optional[Tensor]:
         """The operator's key_mask; before any work, as all checks are."""
-        check_rows("qkv.nn.SelfAttention", "input", input, "d_in", self.w_q.in_features)
+        check_rows("qkv.nn.SelfAttention", "input", input, "d_in", self.d_in)
         return key_mask_of("qkv.nn.SelfAttention", key_padding_mask)
 
     def _mask_of_head(self, attn_mask: Optional[Tensor]) -> Optional[Tensor]:
-        """The operator has heads in dimension -3; this puts the one head there."""
+        """A mask of several dimensions has the one head where the operator has its heads."""
         if attn_mask is None or attn_mask.dim() <= 2:
             return attn_mask
         return attn_mask.unsqueeze(-3)

@@ -2,6 +2,7 @@
 
 import zipfile
 from os import PathLike
+from typing import Any, Dict
 
 import torch
 
@@ -20,14 +21,35 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
     ``torch::save`` in C++, or of ``torch.jit.save``.
 
     Raises:
-        RuntimeError: if names or shapes differ (see ``torch.nn.Module.load_state_dict``).
+        RuntimeError: if names or shapes differ; nothing has been changed then.
         pickle.UnpicklingError: if the file holds anything else than tensors.
     """
     if _is_script_archive(path):
         state = torch.jit.load(path, map_location="cpu").state_dict()
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    _check_fits(module, state, path)
     module.load_state_dict(state)
+
+
+def _check_fits(
+    module: torch.nn.Module, state: Dict[str, Any], path: "str | PathLike[str]"
+) -> None:
+    """``torch.nn.Module.load_state_dict`` would change what fits before it raises."""
+    own = module.state_dict()
+    missing = sorted(own.keys() - state.keys())
+    unexpected = sorted(state.keys() - own.keys())
+    if missing or unexpected:
+        raise RuntimeError(
+            f"qkv.nn.load_state_dict: {path} does not fit {type(module).__name__}; "
+            f"missing: {missing}, unexpected: {unexpected}"
+        )
+    for name, x in own.items():
+        if isinstance(x, torch.Tensor) and x.shape != state[name].shape:
+            raise RuntimeError(
+                f"qkv.nn.load_state_dict: {name} has shape {list(x.shape)}, but {path} has "
+                f"{list(state[name].shape)}"
+            )
 
 
 def _is_script_archive(path: "str | PathLike[str]") -> bool:

@@ -159,6 +159,22 @@ TEST_F(Modules, CacheGivesTheSameAsTheWholeSequence) {
                               1e-5, 1e-6));
 }
 
+TEST_F(Modules, CopiesOfACacheGoOnByThemselves) {
+  MultiheadAttention module(MultiheadAttentionOptions(8, 2).causal(true));
+  const Tensor prompt = torch::randn({1, 3, 8}), one = torch::randn({1, 1, 8}),
+               other = torch::randn({1, 1, 8}), last = torch::randn({1, 1, 8});
+  torch::NoGradGuard no_grad;
+  const auto cache = c10::make_intrusive<KVCache>(10);
+  module->forward(prompt, {}, {}, {}, {}, cache);
+  const auto fork = c10::make_intrusive<KVCache>(*cache);
+  module->forward(one, {}, {}, {}, {}, cache);
+  module->forward(other, {}, {}, {}, {}, fork);
+  EXPECT_EQ(fork->length(), 4);
+  const Tensor whole = module(torch::cat({prompt, one, last}, 1));
+  EXPECT_TRUE(
+      torch::allclose(module->forward(last, {}, {}, {}, {}, cache), whole.slice(1, 4), 1e-5, 1e-6));
+}
+
 TEST_F(Modules, DropoutInTrainingOnly) {
   MultiheadAttention module(MultiheadAttentionOptions(8, 2).dropout(0.5));
   const Tensor x = torch::randn({1, 20, 8});

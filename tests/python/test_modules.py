@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import struct
 import subprocess
 from pathlib import Path
 
@@ -281,3 +282,99 @@ def test_samples_of_dropout_by_vmap():
     assert not torch.equal(different[0], different[1]) and torch.equal(same[0], same[1])
     with pytest.raises(RuntimeError, match="random"):
         samples_of("error")
+
+
+def test_a_cache_takes_in_views_of_itself():
+    """A window that slides: all keys but the oldest come back."""
+    k = torch.randn(1, 2, 4000, 64)
+    for first, dropped in ((0, 1000), (3, 7)):
+        cache = qkv.nn.KVCache(4000)
+        keys, values = cache.append(k, -k)
+        cache.truncate(first)
+        room = 4000 - first
+        keys, values = cache.append(
+            keys[..., dropped : dropped + room, :], values[..., dropped : dropped + room, :]
+        )
+        assert torch.equal(keys[..., first:, :], k[..., dropped : dropped + room, :])
+        assert torch.equal(values, -keys)
+
+
+def test_a_saved_cache_holds_what_is_cached_only():
+    cache, secret = qkv.nn.KVCache(1000), torch.full((1, 1, 5, 1), 1234.5)
+    cache.append(secret, secret)
+    cache.truncate(1)
+    data = pickle.dumps(cache)
+    assert data.count(struct.pack("<f", 1234.5)) == 2
+    assert pickle.dumps(cache) == data and len(data) < 4000
+    assert all(torch.equal(x, secret[..., :1, :]) for x in pickle.loads(data).cached())
+    assert qkv.nn.KVCache(3).cached() == (None, None)
+
+
+def test_load_state_dict_changes_all_or_nothing(tmp_path):
+    other = qkv.nn.MultiheadAttention(8, 2)
+    before = {name: x.clone() for name, x in other.state_dict().items()}
+    for options, message in (
+        ({"vdim": 3}, r"w_v.weight has shape \[8, 8\], but .* has \[8, 3\]"),
+        ({"bias": False}, "does not fit MultiheadAttention; missing: .'w_k.bias'"),
+    ):
+        qkv.nn.save_state_dict(qkv.nn.MultiheadAttention(8, 2, **options), tmp_path / "file")
+        with pytest.raises(RuntimeError, match=message):
+            qkv.nn.load_state_dict(other, tmp_path / "file")
+        assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["ordered_dict", "text", "nothing"])
+def test_cpp_says_what_it_cannot_read(kind, tmp_path):
+    weights = tmp_path / "weights.pt"
+    if kind == "ordered_dict":
+        torch.save(torch.nn.Linear(8, 8).state_dict(), weights)
+    else:
+        weights.write_text("no archive" if kind == "text" else "")
+    spec = {"module": "SelfAttention", "options": {"d_in": 8, "d_out": 8}, "weights": str(weights)}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    found = subprocess.run(
+        [BUILD / "tests" / "module_twin", tmp_path / "spec.json"], capture_output=True, text=True
+    )
+    assert found.returncode != 0
+    assert f"qkv::nn::load_state_dict: {weights} is no archive" in found.stderr
+    assert "torch.save(dict(module.state_dict()), path)" in found.stderr
+
+
+def test_whole_numbers_as_options_can_be_scripted():
+    x = torch.randn(2, 4, 8)
+    for module in (
+        qkv.nn.MultiheadAttention(8, 2, dropout=0, causal=1),
+        qkv.nn.SelfAttention(8, 4, dropout=0, causal=1),
+        qkv.nn.ScaledDotProductAttention(dropout=0, causal=1),
+    ):
+        torch.testing.assert_close(torch.jit.script(module)(x), module(x))
+
+
+@pytest.mark.parametrize(
+    "module", [qkv.nn.MultiheadAttention(8, 2), qkv.nn.SelfAttention(8, 4)], ids=["mha", "self"]
+)
+def test_projections_may_be_wrapped_and_run_once(module):
+    calls = []
+    expected = module(torch.ones(1, 3, 8))
+    module.w_q = torch.nn.Sequential(module.w_q)  # without in_features
+    module.w_q.register_forward_hook(lambda *_: calls.append(1))
+    out, _ = module.forward_with_weights(torch.ones(1, 3, 8))
+    torch.testing.assert_close(out, expected)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"window": 3}, r"window must be \(left, right\), two ints, but is 3"),
+        ({"window": (None, 0)}, r"window must be \(left, right\), two ints"),
+        ({"window": (2.5, 0)}, r"window must be \(left, right\), two ints"),
+        ({"dropout": None}, "dropout must be a number, but is None"),
+        ({"dropout": "0.1"}, "dropout must be a number, but is '0.1'"),
+        ({"embed_dim": "8"}, "embed_dim must be an int, but is '8'"),
+        ({"num_heads": 2.0}, "num_heads must be an int, but is 2.0"),
+    ],
+)
+def test_options_of_the_wrong_type(options, message):
+    with pytest.raises(TypeError, match=f"qkv.nn.MultiheadAttention: {message}"):
+        qkv.nn.MultiheadAttention(**{"embed_dim": 8, "num_heads": 2, **options})
