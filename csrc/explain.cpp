@@ -22,7 +22,7 @@ std::string kernel_name(const Call& call) {
 std::string products(const Operands& x) {
   const auto& table = cpu::kernel_table();
   const auto numbers = [&](const auto*... kernels) {
-    const bool has_own = cpu::half_kernels_for(x, kernels...) != nullptr;
+    const bool has_own = cpu::half_kernels_for(sizes_of<float>(x), kernels...) != nullptr;
     return dtype_name(has_own ? x.query.scalar_type() : at::kFloat);
   };
   return c10::str("forward ", numbers(table.bfloat16_forward, table.float16_forward), ", backward ",

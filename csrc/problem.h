@@ -136,6 +136,7 @@ kernels::Problem<T> sizes_of(const Operands& x) {
   problem.keys = x.key.size(-2);
   problem.head_dim = x.query.size(-1);
   problem.value_dim = x.value.size(-1);
+  problem.key_value_storage = storage_of(x.key);
   return problem;
 }
 

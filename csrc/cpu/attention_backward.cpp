@@ -5,10 +5,9 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "cpu/forward_pass.h"
 #include "cpu/gradients.h"
-#include "cpu/kernels.h"
 #include "cpu/readable.h"
-#include "cpu/units.h"
 #include "layout.h"
 
 namespace qkv::cpu {
@@ -40,9 +39,8 @@ struct Results {
 };
 
 template <class T>
-void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const Tensor& grad_out,
-         const OptionalTensor& grad_lse, const Results& results, const Gradients& grads,
-         const Needs& needs) {
+void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
+         const Results& results, const Gradients& grads, const Needs& needs) {
   kernels::BackwardParams<T> backward{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(backward.problem, x, batch);
@@ -63,8 +61,17 @@ void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const 
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
 
   const auto& kernels = kernels_for<T>();
+  const kernels::BackwardKernels<T>& of_splits = backward_kernels_for(backward.problem);
   const bool owns_mask = of_splits.mask_gradient != nullptr;
   const kernels::BackwardKernels<T>& of_mask = owns_mask ? of_splits : kernels;
+  const bool in_numbers = &of_splits == &kernels, mask_in_numbers = &of_mask == &kernels;
+  std::optional<LseOfNumbers<T>> of_numbers;
+  if (in_numbers || (needs[3] && mask_in_numbers)) {
+    of_numbers.emplace(backward.problem, backward.lse, backward.lse_rest);
+  }
+  if (in_numbers) of_numbers->tell(backward);
+  kernels::BackwardParams<T> for_mask = backward;
+  if (needs[3] && mask_in_numbers) of_numbers->tell(for_mask);
   Workspace workspace;
   SplitPass<T, kernels::BackwardParams<T>> splits{};
   splits.what = Split::kKeys;
@@ -81,7 +88,7 @@ void run(const kernels::BackwardKernels<T>& of_splits, const Operands& x, const 
   run_gradients<T, kernels::BackwardParams<T>>(
       backward, backward, splits,
       {kernels.mask_gradient_units, of_mask.mask_gradient_scratch_bytes(backward),
-       [&](int64_t unit, void* scratch) { of_mask.mask_gradient(backward, unit, scratch); }},
+       [&](int64_t unit, void* scratch) { of_mask.mask_gradient(for_mask, unit, scratch); }},
       workspace);
   if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
 }
@@ -112,12 +119,9 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   Gradients grads = results;
   if (needs[3]) grads[3] = writable(results[3], real).zero_();
   if (real == at::kDouble) {
-    run<double>(kernels_for<double>(), x, incoming, dense_grad_lse, of_forward, grads, needs);
+    run<double>(x, incoming, dense_grad_lse, of_forward, grads, needs);
   } else {
-    const auto* in_bfloat16 = half_kernels_for(operands, kernel_table().bfloat16_backward);
-    const kernels::BackwardKernels<float>* of_splits = in_bfloat16;
-    if (in_bfloat16 == nullptr) of_splits = &kernels_for<float>();
-    run<float>(*of_splits, x, incoming, dense_grad_lse, of_forward, grads, needs);
+    run<float>(x, incoming, dense_grad_lse, of_forward, grads, needs);
   }
   put(grads, results);
   return std::tuple_cat(results);

@@ -5,12 +5,11 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "cpu/forward_pass.h"
 #include "cpu/gradients.h"
 #include "cpu/heads.h"
-#include "cpu/kernels.h"
 #include "cpu/readable.h"
 #include "cpu/tangent_kernels.h"
-#include "cpu/units.h"
 #include "layout.h"
 
 namespace qkv::cpu {
@@ -75,16 +74,23 @@ void run(const Tensors& t, Workspace& workspace) {
   backward.grad_lse = t.grad_lse ? static_cast<const T*>(t.grad_lse->const_data_ptr()) : nullptr;
   second.lse_t = static_cast<const T*>(t.lse_t.const_data_ptr());
 
+  const auto& kernels = kernels_for<T>();
+  const kernels::TangentKernels<T>& tangents = tangent_kernels_for(backward.problem);
+  const bool owns_mask = tangents.mask_gradient_t != nullptr;
+  const kernels::TangentKernels<T>& of_mask = owns_mask ? tangents : kernels;
+  const bool in_numbers = &tangents == &kernels, mask_in_numbers = &of_mask == &kernels;
+  std::optional<LseOfNumbers<T>> of_numbers;
+  if (in_numbers || (t.needs[3] && mask_in_numbers)) {
+    of_numbers.emplace(backward.problem, backward.lse, backward.lse_rest);
+  }
+  if (in_numbers) of_numbers->tell(backward);
+
   jvp.problem = backward.problem;
   jvp.directions = second.directions;
   jvp.out = backward.out;
   jvp.lse = backward.lse;
   jvp.lse_rest = backward.lse_rest;
   jvp.lse_t = static_cast<T*>(t.lse_t.data_ptr());
-  const auto& kernels = kernels_for<T>();
-  const kernels::TangentKernels<T>& tangents = tangent_kernels_for(backward.problem);
-  const bool owns_mask = tangents.mask_gradient_t != nullptr;
-  const kernels::TangentKernels<T>& of_mask = owns_mask ? tangents : kernels;
   const kernels::Problem<T>& p = backward.problem;
   const auto slope_gradient =
       c10::GetCPUAllocator()->allocate(t.needs[4] ? t.lse.numel() * sizeof(T) : 0);
@@ -97,6 +103,8 @@ void run(const Tensors& t, Workspace& workspace) {
       [&](int64_t head, void* to) { tangents.prepare_second_order(params, head, to); });
   params.prepared = prepared.get();
 
+  kernels::BackwardBackwardParams<T> for_mask = second;
+  if (t.needs[3] && mask_in_numbers) of_numbers->tell(for_mask.backward);
   SplitPass<T, kernels::SecondOrderParams<T>> splits{};
   splits.what = Split::kRows;
   splits.splits = params.splits;
@@ -112,7 +120,7 @@ void run(const Tensors& t, Workspace& workspace) {
   run_gradients<T, kernels::SecondOrderParams<T>>(
       backward, params, splits,
       {kernels.mask_gradient_units, of_mask.mask_gradient_t_scratch_bytes(second),
-       [&](int64_t unit, void* scratch) { of_mask.mask_gradient_t(second, unit, scratch); }},
+       [&](int64_t unit, void* scratch) { of_mask.mask_gradient_t(for_mask, unit, scratch); }},
       workspace);
   if (t.needs[4] || t.needs[5]) run_heads(second, t);
 }

@@ -14,13 +14,40 @@ const kernels::CpuKernels<T>& kernels_for();
 /// Those of the table's kernels that multiply in the operands' 16-bit type, if there are any for
 /// these; else nullptr.
 template <class Kernels>
-const Kernels* half_kernels_for(const Operands& x, const Kernels* of_bfloat16,
+const Kernels* half_kernels_for(const kernels::Problem<float>& problem, const Kernels* of_bfloat16,
                                 const Kernels* of_float16 = nullptr) {
-  const auto type = x.query.scalar_type();
-  const Kernels* kernels = type == at::kBFloat16 ? of_bfloat16
-                           : type == at::kHalf   ? of_float16
-                                                 : nullptr;
-  return kernels != nullptr && kernels->takes(sizes_of<float>(x)) ? kernels : nullptr;
+  const auto storage = problem.key_value_storage;
+  const Kernels* kernels = storage == kernels::Storage::kBFloat16  ? of_bfloat16
+                           : storage == kernels::Storage::kFloat16 ? of_float16
+                                                                   : nullptr;
+  return kernels != nullptr && kernels->takes(problem) ? kernels : nullptr;
+}
+
+/// Those if there are any, else those of T.
+template <class T>
+const kernels::ForwardKernels<T>& forward_kernels_for(const kernels::Problem<T>& problem) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    const auto& table = kernel_table();
+    const auto* of_half = half_kernels_for(problem, table.bfloat16_forward, table.float16_forward);
+    if (of_half != nullptr) return *of_half;
+  }
+  return kernels_for<T>();
+}
+template <class T>
+const kernels::BackwardKernels<T>& backward_kernels_for(const kernels::Problem<T>& problem) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    const auto* of_half = half_kernels_for(problem, kernel_table().bfloat16_backward);
+    if (of_half != nullptr) return *of_half;
+  }
+  return kernels_for<T>();
+}
+template <class T>
+const kernels::TangentKernels<T>& tangent_kernels_for(const kernels::Problem<T>& problem) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    const auto* of_half = half_kernels_for(problem, kernel_table().bfloat16_tangents);
+    if (of_half != nullptr) return *of_half;
+  }
+  return kernels_for<T>();
 }
 
 }  // namespace qkv::cpu

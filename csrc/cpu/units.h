@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cpu/float_mode.h"
 #include "cpu/workspace.h"
 
 #if AT_PARALLEL_OPENMP && !defined(_OPENMP)
@@ -28,6 +29,7 @@ class Units {
   /// work(unit, scratch) for those that this thread takes.
   template <class Work>
   void run(void* scratch, const Work& work) {
+    const FloatMode::Scope as_the_caller(float_mode_);
     for (int64_t unit = next_.fetch_add(few_); unit < count_; unit = next_.fetch_add(few_)) {
       const int64_t end = std::min(unit + few_, count_);
       for (; unit < end; ++unit) work(unit, scratch);
@@ -38,6 +40,7 @@ class Units {
   int64_t count_, workers_;
   int64_t few_ = 1;
   std::atomic<int64_t> next_{0};
+  FloatMode float_mode_;
 };
 
 /// Runs work(unit, scratch) for every unit, on as many threads as torch has.

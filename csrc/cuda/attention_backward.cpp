@@ -4,8 +4,8 @@
 
 #include "checks.h"
 #include "cuda/gradients.h"
+#include "cuda/lse_of_tiles.h"
 #include "cuda/operands.h"
-#include "cuda/stream.h"
 #include "kernels/cuda/simt/tasks.h"
 #include "layout.h"
 
@@ -31,12 +31,12 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   if (needs[2]) describe(params.grad_value, grads[2], batch);
   if (needs[3]) describe(task.grad_mask, grads[3], batch);
   batch.complete(params.problem);
-  params.lse = static_cast<const T*>(lse.const_data_ptr());
-  params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
   params.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
   const SumsOfRows<T> sums(lse, needs, task);
 
   const Stream stream(x.query);
+  const LseOfTiles<T> of_tiles(kOp, params.problem, lse, lse_rest, stream);
+  of_tiles.tell(params);
   check(kOp, kernels::simt::attention_backward(task, stream.get()));
   sums.put(grads);
 }

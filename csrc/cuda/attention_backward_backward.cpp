@@ -8,8 +8,8 @@
 
 #include "checks.h"
 #include "cuda/gradients.h"
+#include "cuda/lse_of_tiles.h"
 #include "cuda/operands.h"
-#include "cuda/stream.h"
 #include "kernels/cuda/simt/tasks.h"
 #include "layout.h"
 
@@ -53,20 +53,19 @@ void run(const Tensors& t) {
   if (t.needs[2]) describe(params.grad_value, t.grads[2], batch);
   if (t.needs[3]) describe(task.backward.grad_mask, t.grads[3], batch);
   batch.complete(params.problem);
-  params.lse = static_cast<const T*>(t.lse.const_data_ptr());
-  params.lse_rest = static_cast<const T*>(t.lse_rest.const_data_ptr());
   params.grad_lse = t.grad_lse ? static_cast<const T*>(t.grad_lse->const_data_ptr()) : nullptr;
   task.lse_t = static_cast<const T*>(t.lse_t.const_data_ptr());
 
   jvp.jvp.problem = params.problem;
   jvp.jvp.directions = task.directions;
   jvp.jvp.out = params.out;
-  jvp.jvp.lse = params.lse;
-  jvp.jvp.lse_rest = params.lse_rest;
   jvp.jvp.lse_t = static_cast<T*>(t.lse_t.data_ptr());
   jvp.out_rest = task.backward.out_rest;
 
   const Stream stream(t.x.query);
+  const LseOfTiles<T> of_tiles(kOp, params.problem, t.lse, t.lse_rest, stream);
+  of_tiles.tell(params);
+  of_tiles.tell(jvp.jvp);
   check(kOp, kernels::simt::attention_jvp(jvp, stream.get()));
   if (std::none_of(t.needs.begin(), t.needs.end(), [](bool need) { return need; })) return;
   const SumsOfRows<T> sums(t.lse, t.needs, task.backward);

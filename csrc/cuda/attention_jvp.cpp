@@ -3,8 +3,8 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "cuda/lse_of_tiles.h"
 #include "cuda/operands.h"
-#include "cuda/stream.h"
 #include "kernels/cuda/simt/tasks.h"
 #include "layout.h"
 
@@ -26,11 +26,11 @@ void run(const Operands& x, const Tangents& tangents, const Tensor& out, const T
   if (has_16_bits(out)) describe(task.out_rest, out_rest, batch);
   describe(params.out_t, out_t, batch);
   batch.complete(params.problem);
-  params.lse = static_cast<const T*>(lse.const_data_ptr());
-  params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
   params.lse_t = static_cast<T*>(lse_t.data_ptr());
 
   const Stream stream(x.query);
+  const LseOfTiles<T> of_tiles(kOp, params.problem, lse, lse_rest, stream);
+  of_tiles.tell(params);
   check(kOp, kernels::simt::attention_jvp(task, stream.get()));
 }
 

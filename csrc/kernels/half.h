@@ -42,16 +42,16 @@ struct Float16 {
     asm("cvt.f32.f16 %0, %1;" : "=f"(number) : "h"(bits));
     return number;
 #endif
-    const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
-    const uint32_t rest = static_cast<uint32_t>(bits & 0x7fff) << 13;  // in float32's fields
+    const int32_t size = bits & 0x7fff;
+    // Exponents are biased by 15 here and by 127 there.
+    uint32_t wide = (static_cast<uint32_t>(size) << 13) + (112u << 23);
+    if (size >= 0x7c00) wide |= 0x7f800000;  // inf and NaN
+    if (size < 0x400) {                      // 0 and subnormal numbers, which are not float32's
+      const float x = static_cast<float>(size) * 0x1p-24f;
+      __builtin_memcpy(&wide, &x, sizeof(wide));
+    }
+    wide |= static_cast<uint32_t>(bits & 0x8000) << 16;
     float x;
-    // Exponents are biased by 15 here and by 127 there; a product also puts subnormals right.
-    __builtin_memcpy(&x, &rest, sizeof(x));
-    x *= 0x1p112f;
-    uint32_t wide;
-    __builtin_memcpy(&wide, &x, sizeof(wide));
-    if ((bits & 0x7c00) == 0x7c00) wide |= 0x7f800000;  // inf and NaN
-    wide |= sign;
     __builtin_memcpy(&x, &wide, sizeof(x));
     return x;
   }

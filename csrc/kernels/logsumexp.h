@@ -17,6 +17,15 @@ QKV_INLINE void log_of_sum(T max, T sum, T& lse, T& rest) {
   rest = lse - lse == T(0) ? (max - lse) + log_sum : T(0);  // 0 if lse is not finite
 }
 
+/// The same of the lanes of vectors, whose Math has log(x) beside what OnlineSoftmax asks for.
+template <class Math>
+QKV_INLINE void log_of_sums(typename Math::Number max, typename Math::Number sum,
+                            typename Math::Number& lse, typename Math::Number& rest) {
+  const auto log_sum = Math::log(sum);
+  lse = max + log_sum;
+  rest = Math::select(Math::is_zero(lse - lse), (max - lse) + log_sum, Math::zero());
+}
+
 /// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was
 /// summed so far to normalise it.
 template <class T>

@@ -98,7 +98,7 @@ template <class T>
 struct ForwardParams {
   Problem<T> problem;
   Storage out_storage;  // if 16 bits, out and out_rest point to such numbers
-  Operand<T> out;
+  Operand<T> out;       // data == nullptr: lse alone, from the scores that derivatives compute
   Operand<T> out_rest;  // then: what rounding took from out
   T* lse;               // (B, Hq, M), dense
   T* lse_rest;          // what rounding took from lse, laid out as it

@@ -37,6 +37,7 @@ struct Shape {
   bool drops = false;                                     // a quarter of the weights
   bool keys_far_apart = false, values_far_apart = false;  // rows that kernels copy
   bool has_nan = false;  // in float16 values of 4 keys after the last that a causal mask keeps
+  double scale = 0.3;
 
   bool has_softcap() const { return options || capped; }
 };
@@ -80,6 +81,17 @@ struct OfHalf {
   Storage storage = Storage::kBFloat16;
 };
 
+inline Problem<float> sizes_of(const Shape& s) {
+  Problem<float> p{};
+  p.query_heads = s.heads;
+  p.kv_heads = s.kv_heads;
+  p.queries = s.queries;
+  p.keys = s.keys;
+  p.head_dim = s.head_dim;
+  p.value_dim = s.value_dim;
+  return p;
+}
+
 /// One problem in dense tensors, run unit by unit.
 template <class T>
 class KernelRun {
@@ -121,7 +133,7 @@ class KernelRun {
     p.keys = s_.keys;
     p.head_dim = s_.head_dim;
     p.value_dim = s_.value_dim;
-    p.scale = T(0.3);
+    p.scale = T(s_.scale);
     p.band = s_.band;
     p.query = operand<const T>(q_.data(), s_.queries, s_.head_dim);
     p.key = operand<const T>(k_.data(), s_.keys, s_.head_dim);
@@ -227,6 +239,22 @@ class KernelRun {
 
   const std::vector<T>& outputs() const { return out_; }
 
+  /// How far the weights of the derivatives are from adding up to 1: then each column of dV would
+  /// add up to that of dO.
+  double excess() const {
+    double worst = 0.0;
+    for (int64_t d = 0; d < s_.value_dim; ++d) {
+      double sum = 0.0, expected = 0.0, size = 0.0;
+      for (size_t x = d; x < dv_.size(); x += s_.value_dim) sum += dv_[x];
+      for (size_t x = d; x < g_.size(); x += s_.value_dim) {
+        expected += g_[x];
+        size += std::abs(g_[x]);
+      }
+      worst = std::max(worst, std::abs(sum - expected) / size);
+    }
+    return worst;
+  }
+
   /// All outputs, gradients and derivatives along directions.
   std::vector<T> results() const {
     std::vector<T> all;
@@ -264,7 +292,7 @@ class KernelRun {
           for (int64_t d = 0; d < s_.head_dim; ++d) {
             score += q_i[d] * k[first_k + j * s_.head_dim + d];
           }
-          score = score * double(T(0.3));
+          score = score * double(T(s_.scale));
           if (s_.has_softcap()) {
             const Dual t = tanh(score / kSoftcap);
             cap_slope[j] = Dual(1.0) - t * t;
@@ -286,7 +314,7 @@ class KernelRun {
           delta += p[j] * dp[j];
         }
         for (int64_t j = 0; j < s_.keys; ++j) {
-          const Dual ds = p[j] * (dp[j] - delta) * cap_slope[j] * double(T(0.3));
+          const Dual ds = p[j] * (dp[j] - delta) * cap_slope[j] * double(T(s_.scale));
           for (int64_t d = 0; d < s_.head_dim; ++d) {
             dq[row * s_.head_dim + d] += ds * k[first_k + j * s_.head_dim + d];
             dk[first_k + j * s_.head_dim + d] += ds * q_i[d];

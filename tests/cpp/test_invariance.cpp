@@ -76,6 +76,25 @@ TEST(Invariance, NumberOfThreads) {
   at::set_num_threads(before);
 }
 
+/// A flag of each thread, which those that help take over from the one that calls.
+TEST(Invariance, SubnormalNumbersThatCountAsZeros) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(2);
+  const Problem problem;
+  problem.run();  // now there is a second thread
+  const Tensor subnormal = torch::full({64, 300, 16}, 1e-40f), q = torch::zeros({64, 40, 16});
+  const Tensor half =
+      torch::full({2, 4, 13}, 3e-5, torch::kHalf);  // as float32 it is a normal number
+  at::globalContext().setFlushDenormal(true);
+  const Tensor flushed = qkv::attention(q, subnormal, subnormal);
+  const Tensor kept = qkv::attention(torch::zeros_like(half), torch::zeros_like(half), half);
+  at::globalContext().setFlushDenormal(false);
+  EXPECT_EQ(flushed.count_nonzero().item<int64_t>(), 0);
+  EXPECT_TRUE(torch::equal(kept, half));
+  EXPECT_GT(qkv::attention(q, subnormal, subnormal).count_nonzero().item<int64_t>(), 0);
+  at::set_num_threads(before);
+}
+
 /// With few threads the splits of the keys (of the rows, in second order) add to the mask's
 /// gradient, with many it has a pass of its own.
 TEST(Invariance, GradientOfAMaskThatIsBroadcast) {

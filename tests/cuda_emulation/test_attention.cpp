@@ -203,6 +203,37 @@ TEST(Emulated, ValuesOfZerosAreNotRowsWithoutKeys) {
   expect_no_faults();
 }
 
+/// Few rows take a kernel that sums scores in another order; those of 1e6 are 1/16 apart.
+TEST(Emulated, WeightsOfDerivativesAddUp) {
+  for (const int64_t rows : {1, 4, 16, 17}) {
+    const Tensor query = torch::randn({1, rows, 64}) * 1e3, key = torch::randn({1, 700, 64}) * 1e3,
+                 value = torch::zeros({1, 700, 2}).requires_grad_(),
+                 incoming = torch::ones({1, rows, 2}).requires_grad_();
+    const auto grad =
+        torch::autograd::grad({qkv::attention(query, key, value)}, {value}, {incoming},
+                              /*retain_graph=*/true, /*create_graph=*/true)[0];
+    EXPECT_TRUE(torch::allclose(grad.sum(1), incoming.sum(1))) << rows;
+    const auto of_incoming = torch::autograd::grad({grad.sum()}, {incoming})[0];
+    EXPECT_TRUE(torch::allclose(of_incoming, torch::ones_like(incoming))) << rows;
+  }
+  expect_no_faults();
+}
+
+TEST(Emulated, AKeptNanIsSeenAmongWeightsOfZero) {
+  for (const int64_t rows : {1, 130}) {
+    const Tensor query = torch::full({1, rows, 1}, 1e20), key = torch::full({1, 2100, 1}, -1e20),
+                 value = torch::zeros({1, 2100, 1});
+    key.slice(1, 0, 300).zero_();  // of a range of keys all scores are -inf, and none masked out
+    value[0][2099] = NAN;
+    EXPECT_TRUE(qkv::attention(query, key, value, qkv::AttentionOptions().scale(1.0))
+                    .isnan()
+                    .all()
+                    .item<bool>())
+        << rows;
+  }
+  expect_no_faults();
+}
+
 TEST(Emulated, ScoresOfAnySizeAreFinite) {
   qkv::Operands x = large(1, 5, 70, 4, 3);
   x.softcap = 0.0;

@@ -218,12 +218,57 @@ def test_scores_of_any_size(size, dtype):
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum() + lse.sum(), leaves))
 
 
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 17])
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e6])
+def test_weights_of_derivatives_add_up(size, rows, dtype):
+    """Few rows take a kernel that sums scores in another order, and those of 1e6 are 1/16 apart."""
+    query = torch.randn(2, rows, 64, dtype=dtype) * size**0.5
+    key = torch.randn(2, 200, 64, dtype=dtype) * size**0.5
+    value = torch.zeros(2, 200, 3, dtype=dtype, requires_grad=True)
+    incoming = torch.ones(2, rows, 3, dtype=dtype, requires_grad=True)
+    (grad,) = torch.autograd.grad(
+        qkv.attention(query, key, value), value, incoming, create_graph=True
+    )
+    torch.testing.assert_close(grad.sum(1), incoming.sum(1))
+    (of_incoming,) = torch.autograd.grad(grad.sum(), incoming)
+    torch.testing.assert_close(of_incoming, torch.ones_like(incoming))
+    _, along = torch.func.jvp(
+        lambda v: qkv.attention(query, key, v), (value.detach(),), (torch.ones_like(value),)
+    )
+    torch.testing.assert_close(along, torch.ones_like(along))
+
+
+@DTYPES
+def test_gradient_of_a_mask_adds_up_to_0(dtype):
+    """The second pass of a mask that heads share; softmax does not mind a constant."""
+    query = torch.randn(3, 2, 3, 64, dtype=dtype) * 1e3
+    key, value = (
+        torch.randn(3, 2, 200, 64, dtype=dtype) * 1e3,
+        torch.randn(3, 2, 200, 3, dtype=dtype),
+    )
+    mask = torch.zeros(3, 200, dtype=dtype, requires_grad=True)
+    out = qkv.attention(query, key, value, mask)
+    (grad,) = torch.autograd.grad(out, mask, torch.randn_like(out))
+    torch.testing.assert_close(grad.sum(1), torch.zeros_like(grad[:, 0]), atol=1e-4, rtol=0)
+
+
 def test_large_masks_keep_their_order():
     """-3e38 is more than -3.4e38, although both are far out and times log2(e) infinite."""
     query = key = torch.zeros(1, 2, 4)
     value = torch.tensor([[[1.0], [2.0]]])
     mask = torch.tensor([[-3.4e38, -3.0e38], [3.4e38, 3.0e38]])
     assert qkv.attention(query, key, value, mask).flatten().tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 30, 300])
+@pytest.mark.parametrize("keys", [1000, 2100])
+def test_a_kept_nan_is_seen_among_weights_of_zero(rows, keys):
+    """Of a range of keys all of whose scores are -inf, without being masked out."""
+    query, key, value = torch.full((rows, 1), 1e20), torch.zeros(keys, 1), torch.zeros(keys, 1)
+    key[300:] = -1e20
+    value[-1] = NAN
+    assert qkv.attention(query, key, value, scale=1.0).isnan().all()
 
 
 def test_window_far_beyond_the_keys():

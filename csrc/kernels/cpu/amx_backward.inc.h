@@ -245,7 +245,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
         const int64_t x = k * kRows + v * S::kWidth;
         return gradients_of<masked() != 0, drops() != 0>(
             offset + k, vector + v, numbers[v],
-            S::fma(S::load(scores + x), scale, S::zero() - numbers[v].lse), S::load(grads + x));
+            rounded_product(S::load(scores + x), scale) - numbers[v].lse, S::load(grads + x));
       };
       const auto keep = [&](int k, int v, const Pairs& pairs) __attribute__((always_inline)) {
         S::store(scores + k * kRows + v * S::kWidth, pairs.weight);
@@ -379,8 +379,9 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
   alignas(64) float slope_gradient_[kRows];
 };
 
+/// Where the forward has the same scores.
 inline bool amx_backward_takes(const Problem<float>& p) {
-  return p.keys >= kSquare && rows_of_kv_head(p) >= kTileRows;
+  return multiplies_in_16_bits(p) && rows_of_kv_head(p) >= kTileRows;
 }
 
 inline int64_t amx_backward_row_tiles(const Problem<float>& p) {

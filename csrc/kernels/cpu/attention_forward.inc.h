@@ -193,7 +193,7 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   const int64_t head = unit / splits / turns;
   const KeyRange keys = keys_of_forward_split<Source>(p, split);
   if constexpr (Source::kTakesFewRows) {
-    if (rows_of_kv_head(p) <= kFewRows<T>) {
+    if (rows_of_kv_head(p) <= kFewRows<T> && params.out.data != nullptr) {
       T* partial = splits == 1 ? nullptr : partial_of_tile<Source>(params, head, split, 0);
       forward_few_rows<Source>(params, head, keys, partial, static_cast<T*>(scratch));
       return;
@@ -252,6 +252,11 @@ inline void prepare_forward(const ForwardParams<T>& params, int64_t head) {
                   static_cast<char*>(params.prepared) + head * Source::prepared_bytes(p));
 }
 
+template <class Source, class T>
+inline bool has_scores_of_numbers(const Problem<T>& p) {
+  return Source::kInNumbers && rows_of_kv_head(p) > kFewRows<T>;
+}
+
 template <class Source>
 constexpr ForwardKernels<typename Source::Real> make_forward_kernels() {
   using T = typename Source::Real;
@@ -260,6 +265,7 @@ constexpr ForwardKernels<typename Source::Real> make_forward_kernels() {
       forward_scratch_bytes<Source, T>,  forward_partial_size<Source, T>,
       forward_prepared_bytes<Source, T>, prepare_forward<Source, T>,
       attention_forward<Source, T>,      merge_forward<Source, T>,
+      has_scores_of_numbers<Source, T>,
   };
 }
 

@@ -134,20 +134,28 @@ class ForwardTile {
   }
 
   void write_results() {
-    alignas(64) T max[kRows], sum[kRows], factor[kRows], normaliser[kRows];
+    alignas(64) T max[kRows], sum[kRows], factor[kRows], normaliser[kRows], lse[kRows], rest[kRows];
     store_softmax(max, sum, factor);
     for (int v = 0; v < Source::kVectors; ++v) {
       S::store(normaliser + v * S::kWidth, softmax_[v].normaliser());
     }
-    const T dropout = dropout_scale<T>(p_.dropout);
-    for (int r = 0; r < tile_.rows; ++r) {
-      if (p_.sinks.data != nullptr) {
-        normaliser[r] = add_sink(tile_.number_of_head(p_.sinks, r), max[r], sum[r]);
-      }
-      normaliser[r] *= dropout * factor[r];
-      const int64_t scalar = tile_.scalar(p_, r);
-      log_of_sum(max[r], sum[r], params_.lse[scalar], params_.lse_rest[scalar]);
+    for (int r = 0; p_.sinks.data != nullptr && r < tile_.rows; ++r) {
+      normaliser[r] = add_sink(tile_.number_of_head(p_.sinks, r), max[r], sum[r]);
     }
+    const auto dropout = S::set(dropout_scale<T>(p_.dropout));
+    for (int r = 0; r < vectors_ * S::kWidth; r += S::kWidth) {
+      S::store(normaliser + r, S::load(normaliser + r) * (dropout * S::load(factor + r)));
+      Number lse_of_rows, rest_of_rows;
+      log_of_sums<Math>(S::load(max + r), S::load(sum + r), lse_of_rows, rest_of_rows);
+      S::store(lse + r, lse_of_rows);
+      S::store(rest + r, rest_of_rows);
+    }
+    for (int r = 0; r < tile_.rows; ++r) {
+      const int64_t scalar = tile_.scalar(p_, r);
+      params_.lse[scalar] = lse[r];
+      params_.lse_rest[scalar] = rest[r];
+    }
+    if (params_.out.data == nullptr) return;
     OutputRows<T, kRows>(params_, tile_).write_transposed(out_t_, normaliser);
   }
 
@@ -272,6 +280,7 @@ class ForwardTile {
       }
     }
     if (!weighed) weigh<kVectors>(first_key, keys, first_vector, scores, stays, next, weights);
+    if (params_.out.data == nullptr) return;
     const uint8_t* bits = mask_.bits + first_bits;
     source_.template add_values<kVectors>(first_key, keys, first_row, weights,
                                           state == TileState::kPartial ? bits : nullptr,

@@ -18,6 +18,9 @@ struct ForwardKernels {
   void (*prepare_forward)(const ForwardParams<T>&, int64_t head);
   void (*forward)(const ForwardParams<T>&, int64_t in_turn, int64_t unit, void* scratch);
   void (*merge_forward)(const ForwardParams<T>&, int64_t head);
+
+  /// Whether derivatives that compute scores in T, not in 16 bits, get the same to the bit.
+  bool (*has_scores_of_numbers)(const Problem<T>&);
 };
 
 template <class T>

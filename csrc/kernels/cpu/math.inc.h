@@ -87,6 +87,40 @@ QKV_INLINE typename Simd<T>::Number exp_of_nonpositive(typename Simd<T>::Number 
   return one[0];
 }
 
+/// log(x) of 0, of numbers >= 2^-126, of inf and NaN: n · ln 2 + 2 · artanh(s) with x = 2^n · m,
+/// √½ <= m < √2 and s = (m - 1) / (m + 1). The series of artanh is cut off after s^9: truncation
+/// 3e-9, relative error 1.8e-7 with all roundings.
+QKV_INLINE Simd<float>::Number log_of_nonnegative(Simd<float>::Number x) {
+  using S = Simd<float>;
+  typedef int32_t Integers __attribute__((vector_size(sizeof(S::Number))));
+  typedef float Floats __attribute__((vector_size(sizeof(S::Number))));
+  constexpr int32_t kBitsOfRootOfHalf = 0x3f3504f3;
+  const auto bits = (Integers)x, exponent = (bits - kBitsOfRootOfHalf) >> 23;
+  const auto n = (S::Number) __builtin_convertvector(exponent, Floats);
+  const auto m = (S::Number)(bits - (exponent << 23)), one = S::set(1.0f);
+  const auto s = (m - one) / (m + one), z = s * s;
+  auto series = S::fma(S::set(2.0f / 9), z, S::set(2.0f / 7));
+  series = S::fma(series, z, S::set(2.0f / 5));
+  series = S::fma(series, z, S::set(2.0f / 3));
+  const auto log = S::fma(n, S::set(0.6931471805599453f), S::fma(series * z, s, s + s));
+  const auto minus_infinity = S::set(-__builtin_inff());
+  const auto of_finite = S::select(S::equal(x, S::zero()), minus_infinity, log);
+  return S::select(S::equal(x - x, S::zero()), of_finite, x);
+}
+QKV_INLINE Simd<double>::Number log_of_nonnegative(Simd<double>::Number x) {
+  using S = Simd<double>;
+  alignas(64) double lanes[S::kWidth];
+  S::store(lanes, x);
+  for (double& lane : lanes) lane = __builtin_log(lane);
+  return S::load(lanes);
+}
+
+/// a · b, rounded, also if something is added to it next: the compiler makes one operation of a
+/// product and a sum, but none of these two. So a score has the same bits wherever it is scaled.
+QKV_INLINE Simd<float>::Number rounded_product(Simd<float>::Number a, Simd<float>::Number b) {
+  return Simd<float>::fma(a, b, Simd<float>::zero());
+}
+
 /// |x|. NaN stays.
 template <class T>
 QKV_INLINE typename Simd<T>::Number absolute(typename Simd<T>::Number x) {
@@ -224,6 +258,7 @@ struct VectorMath {
   static QKV_INLINE Number minus_infinity() { return S::set(-static_cast<T>(__builtin_inff())); }
   static QKV_INLINE Number maximum(Number a, Number b) { return S::maximum(a, b); }
   static QKV_INLINE Number exp(Number x) { return exp_of_nonpositive<T>(x); }
+  static QKV_INLINE Number log(Number x) { return log_of_nonnegative(x); }
   static QKV_INLINE Mask is_minus_infinity(Number x) { return S::equal(x, minus_infinity()); }
   static QKV_INLINE Mask is_zero(Number x) { return S::equal(x, zero()); }
   static QKV_INLINE Number select(Mask m, Number a, Number b) { return S::select(m, a, b); }

@@ -41,27 +41,24 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
       const T max_s = parts[s * step + p.value_dim];
       if (max_s > max) max = max_s;
     }
-    const T* kept[kMaxForwardSplits];
+    // The out of a range whose maximum is -inf is 0, or NaN if a value that a row kept is.
     T factor[kMaxForwardSplits];
-    int count = 0;
     for (int64_t s = 0; s < splits; ++s) {
-      const T* part = parts + s * step;
-      const T max_s = part[p.value_dim];
-      const T sum_s = part[p.value_dim + 1];
-      if (max_s == minus_infinity && sum_s == T(0)) continue;  // it kept nothing (or only NaN: sum)
-      kept[count] = part;
-      factor[count] = natural_exp(max_s - max);
-      sum += factor[count++] * sum_s;
+      const T max_s = parts[s * step + p.value_dim];
+      factor[s] = max_s == minus_infinity ? T(0) : natural_exp(max_s - max);
+      sum += factor[s] * parts[s * step + p.value_dim + 1];
     }
     T normaliser = sum == T(0) ? T(0) : T(1) / sum;
     if (p.sinks.data != nullptr) normaliser = add_sink(tile.number_of_head(p.sinks, r), max, sum);
     normaliser *= dropout_scale<T>(p.dropout);
-    for (int64_t first = 0; first < p.value_dim; first += Output::kColumns) {
-      const int64_t left = p.value_dim - first;
+    const int64_t columns = params.out.data != nullptr ? p.value_dim : 0;
+    for (int64_t first = 0; first < columns; first += Output::kColumns) {
+      const int64_t left = columns - first;
       const int64_t width = left < Output::kColumns ? left : Output::kColumns;
       T out[Output::kColumns] = {};
-      for (int s = 0; s < count; ++s) {
-        for (int64_t d = 0; d < width; ++d) out[d] += factor[s] * kept[s][first + d];
+      for (int64_t s = 0; s < splits; ++s) {
+        const T* part = parts + s * step + first;
+        for (int64_t d = 0; d < width; ++d) out[d] += factor[s] * part[d];
       }
       for (int64_t d = 0; d < width; ++d) out[d] *= normaliser;
       output.write(r, first, width, out);

@@ -217,8 +217,11 @@ struct TangentTile {
   }
 
   QKV_INLINE Number scaled(const T* scores) const {
-    if constexpr (Products::kScalesScores) return S::load(scores);
-    return S::load(scores) * S::set(pending_scale);
+    if constexpr (Products::kScalesScores) {
+      return S::load(scores);
+    } else {
+      return rounded_product(S::load(scores), S::set(pending_scale));
+    }
   }
 
   template <bool kWeights, class F>

@@ -71,7 +71,8 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   constexpr int kRows = kSide * kOwn, kWidth = kSide * kColumns;
   const Problem<T>& p = task.forward.problem;
   const ForwardShared<T, kOwn, kColumns> shared(device::shared_memory());
-  const RowUnit<kRows, kWidth> u(p, unit, p.value_dim, task.splits);
+  const int64_t columns = output_columns(task);
+  const RowUnit<kRows, kWidth> u(p, unit, columns, task.splits);
 
   const RowTile& tile = shared.rows;
   const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, shared.query_offsets);
@@ -113,6 +114,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
         }
       }
     }
+    if (columns == 0) return;
     store_pairs(s, shared.weights);
     device::store_shared(shared.kept + device::thread(), bits.kept);
     multiply_columns(OwnTile<T>{shared.weights, shared.kept, partial},
@@ -134,7 +136,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const int64_t column = u.first_column + column_of_thread(j);
-        if (column < p.value_dim) device::store_global(row + column, out[i][j]);
+        if (column < columns) device::store_global(row + column, out[i][j]);
       }
       if (writes_scalars) {
         device::store_global(row + p.value_dim, max);
@@ -146,7 +148,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int64_t column = u.first_column + column_of_thread(j);
-      if (column < p.value_dim) result.write(head, i_query, column, normaliser * out[i][j]);
+      if (column < columns) result.write(head, i_query, column, normaliser * out[i][j]);
     }
     if (writes_scalars) result.write_lse(head, i_query, max, sum);
   }

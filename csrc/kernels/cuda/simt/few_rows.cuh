@@ -157,10 +157,8 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
     }
     for (int w = 0; w < kWarps; ++w) {
       const T* part = parts + w * kRows * kStep;
-      const T sum_of_warp = device::load_shared(part + 1);
-      if (sum_of_warp == T(0)) continue;  // it kept nothing
       const T factor = factor_of_part(device::load_shared(part), max);
-      sum += factor * sum_of_warp;
+      sum += factor * device::load_shared(part + 1);
       sum_of_column += factor * device::load_shared(part + 2 + i % kWarpColumns);
     }
     if (task.splits > 1) {

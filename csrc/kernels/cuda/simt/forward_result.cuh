@@ -24,6 +24,12 @@ QKV_INLINE int64_t partial_row_size(const Problem<T>& p) {
   return p.value_dim + 2;
 }
 
+/// Columns of the output that is asked for.
+template <class T>
+QKV_INLINE int64_t output_columns(const ForwardTask<T>& task) {
+  return task.forward.out.data != nullptr ? task.forward.problem.value_dim : 0;
+}
+
 /// A packed row of head `head` of key and value in the batch, in the first split.
 template <class T>
 QKV_DEVICE T* partial_row(const ForwardTask<T>& task, int64_t head, int64_t row) {

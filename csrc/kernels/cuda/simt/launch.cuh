@@ -58,7 +58,8 @@ template <class Element, int kOwn, int kColumns>
 int launch_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
-  const int64_t units = RowUnit<kSide * kOwn, kSide * kColumns>::count(p, p.value_dim, task.splits);
+  const int64_t units =
+      RowUnit<kSide * kOwn, kSide * kColumns>::count(p, output_columns(task), task.splits);
   return device::launch("attention_forward", attention_forward_kernel<Element, kOwn, kColumns>,
                         blocks_of(units), kThreads,
                         shared_bytes<ForwardShared<T, kOwn, kColumns>>(), stream, task, units);
@@ -79,7 +80,7 @@ int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   const Problem<T>& p = task.forward.problem;
   constexpr int kOwn = kForwardOwn<T>;
   int error = 0;
-  switch (few_rows_of_tile(p)) {
+  switch (output_columns(task) == 0 ? 0 : few_rows_of_tile(p)) {
     case 1:
       error = launch_few_rows<Element, 1>(task, stream);
       break;
@@ -90,8 +91,8 @@ int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
       if constexpr (kMostFewRows<T> == 8) error = launch_few_rows<Element, 8>(task, stream);
       break;
     default:
-      error = p.value_dim <= 64 ? launch_forward<Element, kOwn, 4>(task, stream)
-                                : launch_forward<Element, kOwn, 8>(task, stream);
+      error = output_columns(task) <= 64 ? launch_forward<Element, kOwn, 4>(task, stream)
+                                         : launch_forward<Element, kOwn, 8>(task, stream);
   }
   if (error != 0 || task.splits == 1) return error;
   const int64_t rows = p.batch * p.query_heads * p.queries;

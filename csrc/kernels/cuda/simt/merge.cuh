@@ -7,7 +7,8 @@
 namespace qkv::kernels::simt {
 
 /// What the sums of some keys under their own maximum are multiplied with when they are added to
-/// others. With nothing but NaN among their scores that maximum is -inf.
+/// others. That maximum is -inf if they kept nothing, nothing but NaN, or only scores of -inf,
+/// whose sums are 0, or NaN if a value that was kept is.
 template <class T>
 QKV_DEVICE T factor_of_part(T max_of_part, T max) {
   if (max_of_part == -infinity<T>()) return max == -infinity<T>() ? T(1) : T(0);
@@ -36,7 +37,6 @@ merge_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int6
     const auto sum_of_splits = [&](int64_t column) {
       T sum = T(0);
       for (int64_t s = 0; s < task.splits; ++s) {
-        if (of_split(s, p.value_dim + 1) == T(0)) continue;  // it kept nothing
         sum += factor_of_part(of_split(s, p.value_dim), max) * of_split(s, column);
       }
       return sum;
@@ -44,7 +44,7 @@ merge_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int6
     const ForwardResult<Element> result(task, kv / p.kv_heads);
     T max_with_sink = max, sum = sum_of_splits(p.value_dim + 1);
     const T normaliser = result.finish(head, max_with_sink, sum);
-    for (int64_t column = lane; column < p.value_dim; column += device::kWarp) {
+    for (int64_t column = lane; column < output_columns(task); column += device::kWarp) {
       result.write(head, query, column, normaliser * sum_of_splits(column));
     }
     if (lane == 0) result.write_lse(head, query, max_with_sink, sum);

@@ -25,6 +25,13 @@ template int64_t forward_splits(const Problem<float>&);
 template int64_t forward_splits(const Problem<double>&);
 
 template <class T>
+bool forward_has_scores_of_derivatives(const Problem<T>& problem) {
+  return few_rows_of_tile(problem) == 0;
+}
+template bool forward_has_scores_of_derivatives(const Problem<float>&);
+template bool forward_has_scores_of_derivatives(const Problem<double>&);
+
+template <class T>
 int64_t forward_partial_size(const ForwardTask<T>& task) {
   const Problem<T>& p = task.forward.problem;
   return task.splits == 1 ? 0

@@ -52,6 +52,11 @@ struct BackwardBackwardTask {
 template <class T>
 int64_t forward_splits(const Problem<T>& problem);
 
+/// Whether lse comes from the scores that derivatives compute, to the bit. Else these need an lse
+/// of their own, that of a forward without out.
+template <class T>
+bool forward_has_scores_of_derivatives(const Problem<T>& problem);
+
 /// Numbers of the buffer for partial results; 0: none is needed.
 template <class T>
 int64_t forward_partial_size(const ForwardTask<T>& task);

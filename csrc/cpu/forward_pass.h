@@ -1,0 +1,68 @@
+#pragma once
+
+#include "cpu/kernels.h"
+#include "cpu/units.h"
+
+namespace qkv::cpu {
+
+/// The forward of all heads: parallel loops over what is prepared for them, over tiles, and to merge
+/// what ranges of keys left.
+template <class T>
+void run_forward(const kernels::ForwardKernels<T>& kernels, kernels::ForwardParams<T>& params) {
+  auto& allocator = *c10::GetCPUAllocator();
+  const int64_t heads = params.problem.batch * params.problem.kv_heads;
+  const int64_t prepared_bytes = kernels.forward_prepared_bytes(params);
+  const auto prepared = allocator.allocate(prepared_bytes);
+  params.prepared = prepared.get();
+  const int64_t partial_size = kernels.forward_partial_size(params);
+  const auto partial = allocator.allocate(partial_size * sizeof(T));
+  params.partial = static_cast<T*>(partial.get());
+
+  if (prepared_bytes > 0) {
+    for_each_unit(heads, 0, [&](int64_t head, void*) { kernels.prepare_forward(params, head); });
+  }
+  const int64_t in_turn = kernels.forward_tiles_in_turn(params, at::get_num_threads());
+  for_each_unit(
+      kernels.forward_units(params, in_turn), kernels.forward_scratch_bytes(params, in_turn),
+      [&](int64_t unit, void* scratch) { kernels.forward(params, in_turn, unit, scratch); });
+  if (partial_size > 0) {
+    for_each_unit(heads, 0, [&](int64_t head, void*) { kernels.merge_forward(params, head); });
+  }
+}
+
+/// The lse, and what rounding took from it, for derivatives that compute scores in numbers. It must
+/// come from the same scores to the bit: those of 1e6, summed in another order, differ by 1/8, and
+/// the weights exp(S - lse) of a row would not add up to 1. Where the forward computed other ones,
+/// as of few rows or in 16 bits, lse is computed again.
+template <class T>
+class LseOfNumbers {
+ public:
+  LseOfNumbers(const kernels::Problem<T>& problem, const T* lse_of_forward,
+               const T* rest_of_forward)
+      : lse_(lse_of_forward), lse_rest_(rest_of_forward) {
+    if (forward_kernels_for(problem).has_scores_of_numbers(problem)) return;
+    const int64_t rows = problem.batch * problem.query_heads * problem.queries;
+    memory_ = c10::GetCPUAllocator()->allocate(2 * rows * sizeof(T));
+    kernels::ForwardParams<T> params{};
+    params.problem = problem;
+    params.lse = static_cast<T*>(memory_.get());
+    params.lse_rest = params.lse + rows;
+    run_forward<T>(kernels_for<T>(), params);
+    lse_ = params.lse;
+    lse_rest_ = params.lse_rest;
+  }
+
+  /// Params of a derivative, which may live as long as this then.
+  template <class Params>
+  void tell(Params& params) const {
+    params.lse = lse_;
+    params.lse_rest = lse_rest_;
+  }
+
+ private:
+  const T* lse_;       // (B, Hq, M), dense
+  const T* lse_rest_;  // as lse_
+  c10::DataPtr memory_;
+};
+
+}  // namespace qkv::cpu
