@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/ops/_unsafe_view.h>
 #include <c10/util/OptionalArrayRef.h>
 
 #include <optional>
@@ -34,8 +35,11 @@ struct Call {
   bool unbatched_head = false;  // all of the caller's tensors were (rows, width)
   std::string unfused_reason;   // why there is no fused kernel for this; empty: there is one
 
-  /// (1, M, ..) back to (M, ..) if that is what the caller has.
-  Tensor restore_rank(const Tensor& x) const { return unbatched_head ? x.squeeze(0) : x; }
+  /// (1, M, ..) back to (M, ..) if that is what the caller has. Not as a view: autograd would not
+  /// let a result made without grad mode be changed in place.
+  Tensor restore_rank(const Tensor& x) const {
+    return unbatched_head ? at::_unsafe_view_symint(x, x.sym_sizes().slice(1)) : x;
+  }
 };
 
 /// Checks everything, before any work. Messages start with `op`.

@@ -3,8 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -65,6 +67,14 @@ inline at::Scalar scale_of(const Operands& x) {
   const c10::SymInt head_dim = x.query.sym_size(-1);
   if (head_dim == 0) return 1.0;
   return c10::SymFloat(1.0) / static_cast<c10::SymFloat>(head_dim).sqrt();
+}
+
+/// The softcap in the numbers T that sums are taken in: neither it nor its inverse may overflow
+/// them; beyond, it makes no difference.
+template <class T>
+T softcap_of(const Operands& x) {
+  const double smallest = std::numeric_limits<T>::min(), largest = 1.0 / (16 * smallest);
+  return x.softcap == 0.0 ? T(0) : static_cast<T>(std::clamp(x.softcap, smallest, largest));
 }
 
 /// Dropout's probability as the number that 16 random bits are compared with.

@@ -84,10 +84,7 @@ template <class T>
 void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& batch) {
   problem = sizes_of<T>(x);
   problem.scale = scale_of(x).to<T>();
-  // Neither the softcap nor its inverse may overflow T; beyond, it makes no difference.
-  const double smallest = std::numeric_limits<T>::min(), largest = 1.0 / (16 * smallest);
-  problem.softcap =
-      x.softcap == 0.0 ? T(0) : static_cast<T>(std::clamp(x.softcap, smallest, largest));
+  problem.softcap = softcap_of<T>(x);
   problem.band = {std::max<int64_t>(clamped(x.band[0]), -1),
                   std::max<int64_t>(clamped(x.band[1]), -1), clamped(x.band[2])};
   describe(problem.query, x.query, batch);

@@ -100,12 +100,18 @@ Tensor product_of_kept(const Tensor& weights, const Tensor& keep, const Tensor& 
 
 Tensor distances(const Operands& x) { return signed_distances(x).abs(); }
 
+double softcap_of(const Operands& x) {
+  return accumulate_type(x.query) == at::kDouble ? qkv::softcap_of<double>(x)
+                                                 : qkv::softcap_of<float>(x);
+}
+
 Tensor capped_products(const Operands& x) {
   const auto real = accumulate_type(x.query);
   const Tensor key = for_query_heads(x.key, x).to(real);
   const Tensor products =
       product_of_rows_and_columns(x.query.to(real) * scale_of(x), key.transpose(-2, -1));
-  return x.softcap == 0.0 ? products : at::tanh(products / x.softcap) * x.softcap;
+  const double softcap = softcap_of(x);
+  return softcap == 0.0 ? products : at::tanh(products / softcap) * softcap;
 }
 
 Softmax softmax(const Operands& x) {
@@ -119,22 +125,25 @@ Softmax softmax(const Operands& x) {
   Softmax result;
   result.keep = kept_pairs(x);
   scores = scores.where(result.keep, -kInfinity);
-  if (x.sinks) {  // one more score, of a value that is 0
-    const Tensor sinks = x.sinks->to(real).unsqueeze(-1).unsqueeze(-1);
+  Tensor takes_all;  // rows whose sink is infinite
+  if (x.sinks) {     // one more score, of a value that is 0
     auto column = scores.sym_sizes().vec();
     column.back() = 1;
-    scores = at::cat({scores, sinks.expand_symint(column)}, -1);
+    const Tensor sinks = x.sinks->to(real).unsqueeze(-1).unsqueeze(-1).expand_symint(column);
+    takes_all = sinks.eq(kInfinity);
+    scores = at::cat({scores, sinks}, -1).masked_fill(takes_all, 0.0);
   }
   // The logsumexp of nothing is -inf, but its derivatives are 0, not ATen's NaN.
   const Tensor empty = scores.eq(-kInfinity).all(-1, true);
   scores = scores.masked_fill(empty, 0.0);
   result.lse = at::logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -kInfinity);
+  if (x.sinks) result.lse = result.lse.masked_fill(takes_all.squeeze(-1), kInfinity);
   // Not exp(scores - lse): the rounding of a large lse would be a factor.
   Tensor weights = at::softmax(scores, -1).masked_fill(empty, 0.0);
   if (x.sinks) {
     const c10::SymInt keys = x.key.sym_size(-2);
-    result.sink_weights = weights.narrow_symint(-1, keys, 1);
-    weights = weights.narrow_symint(-1, 0, keys);
+    result.sink_weights = weights.narrow_symint(-1, keys, 1).masked_fill(takes_all, 1.0);
+    weights = weights.narrow_symint(-1, 0, keys).masked_fill(takes_all, 0.0);
   }
   result.weights = weights.where(result.keep, 0.0);
   return result;

@@ -29,6 +29,9 @@ Tensor product_of_rows_and_columns(const Tensor& a, const Tensor& b);
 /// weights · value, in which a value that is not finite reaches only the rows that keep its key.
 Tensor product_of_kept(const Tensor& weights, const Tensor& keep, const Tensor& value);
 
+/// The softcap in the numbers that sums are taken in.
+double softcap_of(const Operands& x);
+
 /// softcap(scale · query keyᵀ), (batch.., Hq, M, N).
 Tensor capped_products(const Operands& x);
 

@@ -5,8 +5,8 @@
 
 namespace qkv::cpu {
 
-/// The forward of all heads: parallel loops over what is prepared for them, over tiles, and to merge
-/// what ranges of keys left.
+/// The forward of all heads: parallel loops over what is prepared for them, over tiles, and to
+/// merge what ranges of keys left.
 template <class T>
 void run_forward(const kernels::ForwardKernels<T>& kernels, kernels::ForwardParams<T>& params) {
   auto& allocator = *c10::GetCPUAllocator();

@@ -1,6 +1,8 @@
 """The mask contract: what is masked out cannot matter, whatever is in it; finite scores of any size
 never give NaN."""
 
+import math
+
 import definition
 import pytest
 import samples
@@ -269,6 +271,52 @@ def test_a_kept_nan_is_seen_among_weights_of_zero(rows, keys):
     key[300:] = -1e20
     value[-1] = NAN
     assert qkv.attention(query, key, value, scale=1.0).isnan().all()
+
+
+ALL_FORMULAS = {
+    "weights": lambda q, k, v, **options: qkv.attention_weights(q, k, **options),
+    "third_order": lambda q, k, v, **options: gradient(
+        lambda q: gradient(lambda q: gradient(lambda q: qkv.attention(q, k, v, **options), q), q), q
+    ),
+    "jvp_of_jvp": lambda q, k, v, **options: along(
+        lambda q: along(lambda q: qkv.attention(q, k, v, **options), q), q
+    ),
+}
+
+
+def gradient(f, x):
+    return torch.func.grad(lambda x: f(x).sin().sum())(x)
+
+
+def along(f, x):
+    return torch.func.jvp(f, (x,), (x,))[1]
+
+
+@pytest.mark.parametrize("formulas", ALL_FORMULAS)
+@pytest.mark.filterwarnings("ignore:qkv")
+@pytest.mark.parametrize(
+    "options",
+    [{"sinks": torch.tensor([math.inf, 0.0])}, {"softcap": 1e39}, {"softcap": 1e300}],
+    ids=["infinite_sink", "1e39", "1e300"],
+)
+def test_formulas_of_options_beyond_float32(options, formulas):
+    """What has no fused kernel takes them as kernels do."""
+    q, k, v = torch.randn(3, 2, 5, 4)
+    found = ALL_FORMULAS[formulas](q, k, v, **options)
+    assert found.isfinite().all()
+    if "sinks" in options:
+        assert (found[0] == 0).all() and (found[1] != 0).any()
+        _, lse = qkv.attention_with_lse(q, k, v, **options)
+        assert (lse[0] == math.inf).all()
+
+
+def test_results_of_two_dimensions_may_be_changed_in_place():
+    q, parameter = torch.randn(5, 4), torch.ones(5, 4, requires_grad=True)
+    with torch.no_grad():
+        out = qkv.attention(q, q, q)
+    out += parameter
+    out.sum().backward()
+    assert (parameter.grad == 1).all()
 
 
 def test_window_far_beyond_the_keys():
