@@ -64,14 +64,17 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   const kernels::BackwardKernels<T>& of_splits = backward_kernels_for(backward.problem);
   const bool owns_mask = of_splits.mask_gradient != nullptr;
   const kernels::BackwardKernels<T>& of_mask = owns_mask ? of_splits : kernels;
-  const bool in_numbers = &of_splits == &kernels, mask_in_numbers = &of_mask == &kernels;
-  std::optional<LseOfNumbers<T>> of_numbers;
-  if (in_numbers || (needs[3] && mask_in_numbers)) {
-    of_numbers.emplace(backward.problem, backward.lse, backward.lse_rest);
-  }
-  if (in_numbers) of_numbers->tell(backward);
+  const bool in_16_bits = &of_splits != &kernels;
+  const T* const lse_of_forward = backward.lse;
+  const T* const rest_of_forward = backward.lse_rest;
+  const LseOfDerivatives<T> lse(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
+  lse.tell(backward);
   kernels::BackwardParams<T> for_mask = backward;
-  if (needs[3] && mask_in_numbers) of_numbers->tell(for_mask);
+  std::optional<LseOfDerivatives<T>> lse_of_numbers;
+  if (needs[3] && in_16_bits && !owns_mask) {
+    lse_of_numbers.emplace(false, backward.problem, lse_of_forward, rest_of_forward);
+    lse_of_numbers->tell(for_mask);
+  }
   Workspace workspace;
   SplitPass<T, kernels::BackwardParams<T>> splits{};
   splits.what = Split::kKeys;

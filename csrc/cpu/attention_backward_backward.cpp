@@ -78,12 +78,11 @@ void run(const Tensors& t, Workspace& workspace) {
   const kernels::TangentKernels<T>& tangents = tangent_kernels_for(backward.problem);
   const bool owns_mask = tangents.mask_gradient_t != nullptr;
   const kernels::TangentKernels<T>& of_mask = owns_mask ? tangents : kernels;
-  const bool in_numbers = &tangents == &kernels, mask_in_numbers = &of_mask == &kernels;
-  std::optional<LseOfNumbers<T>> of_numbers;
-  if (in_numbers || (t.needs[3] && mask_in_numbers)) {
-    of_numbers.emplace(backward.problem, backward.lse, backward.lse_rest);
-  }
-  if (in_numbers) of_numbers->tell(backward);
+  const bool in_16_bits = &tangents != &kernels;
+  const T* const lse_of_forward = backward.lse;
+  const T* const rest_of_forward = backward.lse_rest;
+  const LseOfDerivatives<T> lse(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
+  lse.tell(backward);
 
   jvp.problem = backward.problem;
   jvp.directions = second.directions;
@@ -104,7 +103,11 @@ void run(const Tensors& t, Workspace& workspace) {
   params.prepared = prepared.get();
 
   kernels::BackwardBackwardParams<T> for_mask = second;
-  if (t.needs[3] && mask_in_numbers) of_numbers->tell(for_mask.backward);
+  std::optional<LseOfDerivatives<T>> lse_of_numbers;
+  if (t.needs[3] && in_16_bits && !owns_mask) {
+    lse_of_numbers.emplace(false, p, lse_of_forward, rest_of_forward);
+    lse_of_numbers->tell(for_mask.backward);
+  }
   SplitPass<T, kernels::SecondOrderParams<T>> splits{};
   splits.what = Split::kRows;
   splits.splits = params.splits;

@@ -29,11 +29,9 @@ void run(const Operands& x, const Tangents& tangents, const Tensor& out, const T
   params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
   params.lse_t = static_cast<T*>(lse_t.data_ptr());
   const kernels::TangentKernels<T>& kernels = tangent_kernels_for(params.problem);
-  std::optional<LseOfNumbers<T>> of_numbers;
-  if (&kernels == &kernels_for<T>()) {
-    of_numbers.emplace(params.problem, params.lse, params.lse_rest);
-    of_numbers->tell(params);
-  }
+  const bool in_16_bits = &kernels != &kernels_for<T>();
+  const LseOfDerivatives<T> lse_of_scores(in_16_bits, params.problem, params.lse, params.lse_rest);
+  lse_of_scores.tell(params);
   const auto prepared =
       prepare_heads(params.problem, kernels.jvp_prepared_bytes(params),
                     [&](int64_t head, void* to) { kernels.prepare_jvp(params, head, to); });

@@ -30,24 +30,36 @@ void run_forward(const kernels::ForwardKernels<T>& kernels, kernels::ForwardPara
   }
 }
 
-/// The lse, and what rounding took from it, for derivatives that compute scores in numbers. It must
-/// come from the same scores to the bit: those of 1e6, summed in another order, differ by 1/8, and
-/// the weights exp(S - lse) of a row would not add up to 1. Where the forward computed other ones,
-/// as of few rows or in 16 bits, lse is computed again.
+/// The forward whose scores derivatives compute, to the bit: in 16 bits or in numbers.
 template <class T>
-class LseOfNumbers {
+const kernels::ForwardKernels<T>& forward_of_derivatives(bool in_16_bits) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (in_16_bits) return *kernel_table().bfloat16_forward;
+  }
+  return kernels_for<T>();
+}
+
+/// The lse for derivatives, and what rounding took from it. It must come from their scores to the
+/// bit: those of 1e6, summed in another order, differ by 1/8, and the weights exp(S - lse) of a row
+/// would not add up to 1. Where the forward computed other ones, as of few rows or in other
+/// products, lse is computed again.
+template <class T>
+class LseOfDerivatives {
  public:
-  LseOfNumbers(const kernels::Problem<T>& problem, const T* lse_of_forward,
-               const T* rest_of_forward)
+  LseOfDerivatives(bool in_16_bits, const kernels::Problem<T>& problem, const T* lse_of_forward,
+                   const T* rest_of_forward)
       : lse_(lse_of_forward), lse_rest_(rest_of_forward) {
-    if (forward_kernels_for(problem).has_scores_of_numbers(problem)) return;
+    const kernels::ForwardKernels<T>& kernels = forward_of_derivatives<T>(in_16_bits);
+    if (&kernels == &forward_kernels_for(problem) && kernels.has_scores_of_derivatives(problem)) {
+      return;
+    }
     const int64_t rows = problem.batch * problem.query_heads * problem.queries;
     memory_ = c10::GetCPUAllocator()->allocate(2 * rows * sizeof(T));
     kernels::ForwardParams<T> params{};
     params.problem = problem;
     params.lse = static_cast<T*>(memory_.get());
     params.lse_rest = params.lse + rows;
-    run_forward<T>(kernels_for<T>(), params);
+    run_forward(kernels, params);
     lse_ = params.lse;
     lse_rest_ = params.lse_rest;
   }

@@ -81,17 +81,6 @@ struct OfHalf {
   Storage storage = Storage::kBFloat16;
 };
 
-inline Problem<float> sizes_of(const Shape& s) {
-  Problem<float> p{};
-  p.query_heads = s.heads;
-  p.kv_heads = s.kv_heads;
-  p.queries = s.queries;
-  p.keys = s.keys;
-  p.head_dim = s.head_dim;
-  p.value_dim = s.value_dim;
-  return p;
-}
-
 /// One problem in dense tensors, run unit by unit.
 template <class T>
 class KernelRun {
@@ -184,31 +173,12 @@ class KernelRun {
     forward.out = operand<T>(out_.data(), s_.queries, s_.value_dim);
     forward.lse = lse_.data();
     forward.lse_rest = lse_rest_.data();
-    const int64_t prepared_bytes = forward_kernels->forward_prepared_bytes(forward);
-    const auto prepared = memory(prepared_bytes);
-    forward.prepared = prepared.get();
-    for (int64_t head = 0; prepared_bytes > 0 && head < s_.kv_heads; ++head) {
-      forward_kernels->prepare_forward(forward, head);
-    }
-    const int64_t parts = forward_kernels->forward_partial_size(forward);
-    const auto forward_partial = memory(parts * sizeof(T));
-    forward.partial = static_cast<T*>(forward_partial.get());
-    const auto run_forward = [&](int64_t in_turn) {
-      const auto scratch = memory(forward_kernels->forward_scratch_bytes(forward, in_turn));
-      const int64_t units = forward_kernels->forward_units(forward, in_turn);
-      for (int64_t unit = 0; unit < units; ++unit) {
-        forward_kernels->forward(forward, in_turn, unit, scratch.get());
-      }
-      for (int64_t head = 0; parts > 0 && head < s_.kv_heads; ++head) {
-        forward_kernels->merge_forward(forward, head);
-      }
-    };
-    run_forward(1);
+    run_forward(*forward_kernels, forward, 1);
     {  // tiles that take turns leave the same bits
       const auto out = out_, lse = lse_;
       out_.assign(out.size(), std::numeric_limits<T>::quiet_NaN());
       lse_.assign(lse.size(), std::numeric_limits<T>::quiet_NaN());
-      run_forward(s_.keys_far_apart ? 8 : 3);
+      run_forward(*forward_kernels, forward, s_.keys_far_apart ? 8 : 3);
       EXPECT_EQ(0, std::memcmp(out.data(), out_.data(), out.size() * sizeof(T)));
       EXPECT_EQ(0, std::memcmp(lse.data(), lse_.data(), lse.size() * sizeof(T)));
     }
@@ -385,6 +355,26 @@ class KernelRun {
     backward.grad_value = operand<T>(dv.data(), s_.keys, s_.value_dim);
   }
 
+  void run_forward(const ForwardKernels<T>& kernels, ForwardParams<T>& forward, int64_t in_turn) {
+    const int64_t prepared_bytes = kernels.forward_prepared_bytes(forward);
+    const auto prepared = memory(prepared_bytes);
+    forward.prepared = prepared.get();
+    for (int64_t head = 0; prepared_bytes > 0 && head < s_.kv_heads; ++head) {
+      kernels.prepare_forward(forward, head);
+    }
+    const int64_t parts = kernels.forward_partial_size(forward);
+    const auto partial = memory(parts * sizeof(T));
+    forward.partial = static_cast<T*>(partial.get());
+    const auto scratch = memory(kernels.forward_scratch_bytes(forward, in_turn));
+    const int64_t units = kernels.forward_units(forward, in_turn);
+    for (int64_t unit = 0; unit < units; ++unit) {
+      kernels.forward(forward, in_turn, unit, scratch.get());
+    }
+    for (int64_t head = 0; parts > 0 && head < s_.kv_heads; ++head) {
+      kernels.merge_forward(forward, head);
+    }
+  }
+
   /// All splits of all heads, then the sums of what they left.
   template <class Params>
   void run_splits(const Params& params, int64_t splits, int64_t sum_units, int64_t scratch_bytes,
@@ -419,6 +409,13 @@ class KernelRun {
     backward.problem.key.data = pointer(k16_);
     backward.problem.value.data = pointer(v16_);
     backward.problem.key_value_storage = Storage::kBFloat16;
+    if (of_half.forward != nullptr && !of_half.forward->takes(backward.problem)) {
+      ForwardParams<float> lse_alone{};  // of the scores in bfloat16
+      lse_alone.problem = backward.problem;
+      lse_alone.lse = lse_.data();
+      lse_alone.lse_rest = lse_rest_.data();
+      run_forward(*of_half.forward, lse_alone, 1);
+    }
     backward.grad_out.data = pointer(g16_);
     // The rest of an output is what its upper half lacks; the rest of that does not matter.
     std::vector<uint16_t> out, rest, dq(q_.size()), dk(k_.size()), dv(v_.size());

@@ -379,9 +379,8 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
   alignas(64) float slope_gradient_[kRows];
 };
 
-/// Where the forward has the same scores.
 inline bool amx_backward_takes(const Problem<float>& p) {
-  return multiplies_in_16_bits(p) && rows_of_kv_head(p) >= kTileRows;
+  return p.keys >= kSquare && rows_of_kv_head(p) >= kTileRows;
 }
 
 inline int64_t amx_backward_row_tiles(const Problem<float>& p) {

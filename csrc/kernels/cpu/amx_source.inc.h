@@ -83,7 +83,6 @@ class AmxSource {
   using Packed = PackedKeys<Half>;
   static constexpr int kVectors = 4;  // of rows in a tile
   static constexpr int kRows = kVectors * S::kWidth;
-  static constexpr bool kInNumbers = false;
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kTakesFewRows = false;
 

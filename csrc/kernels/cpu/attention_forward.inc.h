@@ -253,19 +253,19 @@ inline void prepare_forward(const ForwardParams<T>& params, int64_t head) {
 }
 
 template <class Source, class T>
-inline bool has_scores_of_numbers(const Problem<T>& p) {
-  return Source::kInNumbers && rows_of_kv_head(p) > kFewRows<T>;
+inline bool has_scores_of_derivatives(const Problem<T>& p) {
+  return !Source::kTakesFewRows || rows_of_kv_head(p) > kFewRows<T>;
 }
 
 template <class Source>
 constexpr ForwardKernels<typename Source::Real> make_forward_kernels() {
   using T = typename Source::Real;
   return {
-      forward_tiles_in_turn<Source, T>,  forward_units<Source, T>,
-      forward_scratch_bytes<Source, T>,  forward_partial_size<Source, T>,
-      forward_prepared_bytes<Source, T>, prepare_forward<Source, T>,
-      attention_forward<Source, T>,      merge_forward<Source, T>,
-      has_scores_of_numbers<Source, T>,
+      forward_tiles_in_turn<Source, T>,     forward_units<Source, T>,
+      forward_scratch_bytes<Source, T>,     forward_partial_size<Source, T>,
+      forward_prepared_bytes<Source, T>,    prepare_forward<Source, T>,
+      attention_forward<Source, T>,         merge_forward<Source, T>,
+      has_scores_of_derivatives<Source, T>,
   };
 }
 

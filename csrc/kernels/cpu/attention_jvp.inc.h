@@ -44,7 +44,7 @@ struct OutputTangent {
   OutputTangent(Work& tangent_tile, T* scratch) : work(tangent_tile), out_t(scratch) {
     rounds = false;
     if constexpr (Products::kRoundsTiles) {
-      rounds = work.p.dropout.threshold == 0 && work.scores_move();
+      rounds = work.products.rounds_tiles() && work.p.dropout.threshold == 0 && work.scores_move();
     }
   }
 

@@ -29,7 +29,6 @@ class BFloat16Source
   using Pairs = Simd<BFloat16Pair>;
   static constexpr int kVectors = kBFloat16Vectors;
   static constexpr int kRows = kVectors * S::kWidth;
-  static constexpr bool kInNumbers = false;
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kTakesFewRows = true;
 

@@ -24,7 +24,6 @@ class ForwardSource
   using Real = T;
   static constexpr int kVectors = kForwardVectors;
   static constexpr int kRows = kVectors * Simd<T>::kWidth;
-  static constexpr bool kInNumbers = true;
   static constexpr bool kRoundsWeights = false;
   static constexpr bool kTakesFewRows = true;
 

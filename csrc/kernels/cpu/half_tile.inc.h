@@ -13,7 +13,6 @@
 namespace qkv::kernels::QKV_ISA {
 
 /// With few keys there is little to win, and the rounding of few weights does not average out.
-/// Derivatives go by it too: their scores must be those that lse comes from.
 inline bool multiplies_in_16_bits(const Problem<float>& p) {
   return p.head_dim % 2 == 0 && p.head_dim > 0 && p.keys >= kForwardBlockKeys &&
          rows_of_kv_head(p) > kFewRows<float>;

@@ -19,8 +19,8 @@ struct ForwardKernels {
   void (*forward)(const ForwardParams<T>&, int64_t in_turn, int64_t unit, void* scratch);
   void (*merge_forward)(const ForwardParams<T>&, int64_t head);
 
-  /// Whether derivatives that compute scores in T, not in 16 bits, get the same to the bit.
-  bool (*has_scores_of_numbers)(const Problem<T>&);
+  /// Whether lse comes from the scores that derivatives with the same products compute, to the bit.
+  bool (*has_scores_of_derivatives)(const Problem<T>&);
 };
 
 template <class T>

@@ -13,12 +13,14 @@
 
 namespace qkv::kernels::avx512_bf16 {
 
+inline bool takes_all(const Problem<float>&) { return true; }
+
 constexpr HalfForwardKernels bfloat16_forward_kernels = {make_forward_kernels<BFloat16Source>(),
                                                          BFloat16Source::takes};
 constexpr HalfBackwardKernels bfloat16_backward_kernels = {make_backward_kernels<InPairs>(),
-                                                           multiplies_in_16_bits};
+                                                           takes_all};
 constexpr HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<RoundedProducts>(),
-                                                         multiplies_in_16_bits};
+                                                         takes_all};
 
 extern const CpuKernelTable table = {"avx512_bf16",
                                      avx512::float32_kernels,

@@ -11,6 +11,9 @@
 //     tile · Y           tile  keys [ pairs of rows -> ]
 //                        Y     pairs of rows [ columns -> ]
 //
+// With few keys there is little to win, and the rounding of few weights does not average out: tiles
+// are multiplied in float32 then.
+//
 // What is not finite in X and Y is left out where some pairs are not kept, and added afterwards for
 // those that are.
 
@@ -21,6 +24,8 @@ class RoundedProducts : public VectorProducts<InPairs> {
   using Base = VectorProducts<InPairs>;
   using Pairs = Simd<BFloat16Pair>;
   static constexpr bool kRoundsTiles = true;
+
+  bool rounds_tiles() const { return m_.p.keys >= kForwardBlockKeys; }
 
   static int64_t scratch_numbers(const TangentMatrices<float>& matrices) {
     return Base::scratch_numbers(matrices) + numbers_of_keys(matrices.p) + kNumbersOfTile;
@@ -35,6 +40,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
   /// c[width][rows] += Xᵀ b for b[keys][rows]; what b adds up to as rounded is added to sums[rows],
   /// unless that is nullptr
   QKV_ONE_COPY void add_to_rows(OfKeys x, const float* b, float* c, float* sums = nullptr) {
+    if (!rounds_tiles()) return Base::add_to_rows(x, b, c);
     const int64_t width = m_.width(x), row = round_up_to_vector<float>(width),
                   stride = m_.keys[x].row_stride;
     const BFloat16* keys_of_x =
@@ -57,6 +63,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
 
   /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
   QKV_ONE_COPY void add_to_keys(OfRows y, const float* a, float* c) {
+    if (!rounds_tiles()) return Base::add_to_keys(y, a, c);
     const int64_t row = round_up_to_vector<float>(m_.width(y));
     if (!has_rows_[y]) pack_rows(y);
     seen_.for_each_strip(block_.keys, [&](KeyRange keys, int r, int rows) {
