@@ -8,8 +8,8 @@
 #include "cpu/forward_pass.h"
 #include "cpu/gradients.h"
 #include "cpu/heads.h"
+#include "cpu/prepared_heads.h"
 #include "cpu/readable.h"
-#include "cpu/tangent_kernels.h"
 #include "layout.h"
 
 namespace qkv::cpu {

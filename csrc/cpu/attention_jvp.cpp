@@ -5,8 +5,8 @@
 #include "checks.h"
 #include "cpu/forward_pass.h"
 #include "cpu/heads.h"
+#include "cpu/prepared_heads.h"
 #include "cpu/readable.h"
-#include "cpu/tangent_kernels.h"
 #include "layout.h"
 
 namespace qkv::cpu {

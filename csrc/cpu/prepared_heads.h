@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cpu/units.h"
+#include "kernels/params.h"
 
 namespace qkv::cpu {
 
