@@ -69,6 +69,7 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   const T* const rest_of_forward = backward.lse_rest;
   const LseOfDerivatives<T> lse(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
   lse.tell(backward);
+  // Beside splits in 16 bits the mask's gradient may have a pass in numbers, with other scores.
   kernels::BackwardParams<T> for_mask = backward;
   std::optional<LseOfDerivatives<T>> lse_of_numbers;
   if (needs[3] && in_16_bits && !owns_mask) {

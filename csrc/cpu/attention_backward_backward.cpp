@@ -102,6 +102,7 @@ void run(const Tensors& t, Workspace& workspace) {
       [&](int64_t head, void* to) { tangents.prepare_second_order(params, head, to); });
   params.prepared = prepared.get();
 
+  // As in the backward: the mask's gradient may have a pass with other scores.
   kernels::BackwardBackwardParams<T> for_mask = second;
   std::optional<LseOfDerivatives<T>> lse_of_numbers;
   if (t.needs[3] && in_16_bits && !owns_mask) {

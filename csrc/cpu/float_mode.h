@@ -27,7 +27,7 @@ class FloatMode {
 #if defined(__x86_64__)
   static unsigned of_this_thread() { return _mm_getcsr(); }
   static void set(unsigned mode) { _mm_setcsr(mode); }
-#else
+#else  // each thread keeps its own
   static unsigned of_this_thread() { return 0; }
   static void set(unsigned) {}
 #endif

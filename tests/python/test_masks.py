@@ -275,6 +275,9 @@ def test_a_kept_nan_is_seen_among_weights_of_zero(rows, keys):
 
 ALL_FORMULAS = {
     "weights": lambda q, k, v, **options: qkv.attention_weights(q, k, **options),
+    "gradient_of_weights": lambda q, k, v, **options: gradient(
+        lambda q: qkv.attention_weights(q, k, **options), q
+    ),
     "third_order": lambda q, k, v, **options: gradient(
         lambda q: gradient(lambda q: gradient(lambda q: qkv.attention(q, k, v, **options), q), q), q
     ),
@@ -308,6 +311,12 @@ def test_formulas_of_options_beyond_float32(options, formulas):
         assert (found[0] == 0).all() and (found[1] != 0).any()
         _, lse = qkv.attention_with_lse(q, k, v, **options)
         assert (lse[0] == math.inf).all()
+
+
+def test_gradient_of_weights_with_a_softcap_below_float32():
+    q, k = torch.randn(2, 2, 5, 4)
+    found = gradient(lambda q: qkv.attention_weights(q, k, softcap=1e-46), q)
+    assert found.isfinite().all()
 
 
 def test_results_of_two_dimensions_may_be_changed_in_place():

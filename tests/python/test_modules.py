@@ -323,11 +323,13 @@ def test_load_state_dict_changes_all_or_nothing(tmp_path):
         assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["ordered_dict", "text", "nothing"])
+@pytest.mark.parametrize("kind", ["ordered_dict", "text", "nothing", "folder"])
 def test_cpp_says_what_it_cannot_read(kind, tmp_path):
     weights = tmp_path / "weights.pt"
     if kind == "ordered_dict":
         torch.save(torch.nn.Linear(8, 8).state_dict(), weights)
+    elif kind == "folder":
+        weights.mkdir()
     else:
         weights.write_text("no archive" if kind == "text" else "")
     spec = {"module": "SelfAttention", "options": {"d_in": 8, "d_out": 8}, "weights": str(weights)}
