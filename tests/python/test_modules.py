@@ -303,10 +303,10 @@ def test_a_saved_cache_holds_what_is_cached_only():
     cache, secret = qkv.nn.KVCache(1000), torch.full((1, 1, 5, 1), 1234.5)
     cache.append(secret, secret)
     cache.truncate(1)
-    data = pickle.dumps(cache)
-    assert data.count(struct.pack("<f", 1234.5)) == 2
-    assert pickle.dumps(cache) == data and len(data) < 4000
-    assert all(torch.equal(x, secret[..., :1, :]) for x in pickle.loads(data).cached())
+    for _ in range(2):  # saved once, it is still whole
+        data = pickle.dumps(cache)
+        assert data.count(struct.pack("<f", 1234.5)) == 2 and len(data) < 4000
+        assert all(torch.equal(x, secret[..., :1, :]) for x in pickle.loads(data).cached())
     assert qkv.nn.KVCache(3).cached() == (None, None)
 
 
