@@ -73,7 +73,7 @@ Shape broadcast(const char* op, const char* what, const Shape& a, const Shape& b
 
 SymInt heads_of(const Tensor& x) { return x.dim() >= 3 ? x.sym_size(-3) : SymInt(1); }
 
-Shape batch_of(const Tensor& x) {
+Shape batch_dims_of(const Tensor& x) {
   const Shape shape = shape_of(x);
   return x.dim() > 3 ? Shape(shape.begin(), shape.end() - 3) : Shape();
 }
@@ -134,11 +134,11 @@ Call checked_call(const char* op, const Arguments& given_arguments) {
   check_scalars(op, a.query, a.scale, a.softcap, a.dropout_p);
   check_window(op, a);
   const auto [kv_heads, query_heads] = checked_heads(op, a);
-  Shape batch =
-      broadcast(op, "the batch dimensions of query and key", batch_of(a.query), batch_of(a.key));
+  Shape batch = broadcast(op, "the batch dimensions of query and key", batch_dims_of(a.query),
+                          batch_dims_of(a.key));
   if (a.value) {
-    batch =
-        broadcast(op, "the batch dimensions of query, key and value", batch, batch_of(*a.value));
+    batch = broadcast(op, "the batch dimensions of query, key and value", batch,
+                      batch_dims_of(*a.value));
   }
   const ScoreShape scores{batch, query_heads, a.query.sym_size(-2), a.key.sym_size(-2)};
   check_masks(op, a.query, scores, a.attn_mask, a.key_mask, a.alibi_slopes, a.sinks);

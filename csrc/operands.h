@@ -190,6 +190,11 @@ using BackwardBackward = TensorTuple<8>(
     const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
     NeedsOfSecond needs);
 
+constexpr const char* kForwardOp = "qkv::_attention_forward";
+constexpr const char* kBackwardOp = "qkv::_attention_backward";
+constexpr const char* kJvpOp = "qkv::_attention_jvp";
+constexpr const char* kBackwardBackwardOp = "qkv::_attention_backward_backward";
+
 const InternalOp<Forward>& attention_forward_op();
 const InternalOp<Backward>& attention_backward_op();
 const InternalOp<Jvp>& attention_jvp_op();

@@ -79,22 +79,22 @@ TORCH_LIBRARY(qkv, m) {
 }  // namespace
 
 const InternalOp<Forward>& attention_forward_op() {
-  static const InternalOp<Forward> op("qkv::_attention_forward");
+  static const InternalOp<Forward> op(kForwardOp);
   return op;
 }
 
 const InternalOp<Backward>& attention_backward_op() {
-  static const InternalOp<Backward> op("qkv::_attention_backward");
+  static const InternalOp<Backward> op(kBackwardOp);
   return op;
 }
 
 const InternalOp<Jvp>& attention_jvp_op() {
-  static const InternalOp<Jvp> op("qkv::_attention_jvp");
+  static const InternalOp<Jvp> op(kJvpOp);
   return op;
 }
 
 const InternalOp<BackwardBackward>& attention_backward_backward_op() {
-  static const InternalOp<BackwardBackward> op("qkv::_attention_backward_backward");
+  static const InternalOp<BackwardBackward> op(kBackwardBackwardOp);
   return op;
 }
 

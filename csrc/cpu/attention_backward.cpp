@@ -14,8 +14,6 @@ namespace qkv::cpu {
 
 namespace {
 
-constexpr const char* kOp = "qkv::_attention_backward";
-
 /// The gradients of alibi_slopes and sinks, per head by a kernel.
 template <class T>
 void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
@@ -39,8 +37,8 @@ struct Results {
 };
 
 template <class T>
-void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
-         const Results& results, const Gradients& grads, const Needs& needs) {
+void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
+                  const Results& results, const Gradients& grads, const Needs& needs) {
   kernels::BackwardParams<T> backward{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(backward.problem, x, batch);
@@ -101,8 +99,8 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
                                   const OptionalTensor& grad_lse, const Tensor& out,
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
-  check_backward(kOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
-  check_batch_dimensions(kOp, operands);
+  check_backward(kBackwardOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
+  check_batch_dimensions(kBackwardOp, operands);
   const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
   if (nothing_attends && !(needs[5] && lse.numel() > 0)) {
@@ -123,9 +121,9 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   Gradients grads = results;
   if (needs[3]) grads[3] = writable(results[3], real).zero_();
   if (real == at::kDouble) {
-    run<double>(x, incoming, dense_grad_lse, of_forward, grads, needs);
+    run_backward<double>(x, incoming, dense_grad_lse, of_forward, grads, needs);
   } else {
-    run<float>(x, incoming, dense_grad_lse, of_forward, grads, needs);
+    run_backward<float>(x, incoming, dense_grad_lse, of_forward, grads, needs);
   }
   put(grads, results);
   return std::tuple_cat(results);

@@ -16,8 +16,6 @@ namespace qkv::cpu {
 
 namespace {
 
-constexpr const char* kOp = "qkv::_attention_backward_backward";
-
 using GradientsOfSecond = std::array<Tensor, 8>;
 
 /// The tensors that the kernels read and write.
@@ -52,7 +50,7 @@ void run_heads(const kernels::BackwardBackwardParams<T>& params, const Tensors& 
 }
 
 template <class T>
-void run(const Tensors& t, Workspace& workspace) {
+void run_backward_backward(const Tensors& t, Workspace& workspace) {
   kernels::SecondOrderParams<T> params{};
   kernels::JvpParams<T>& jvp = params.jvp;
   kernels::BackwardBackwardParams<T>& second = params.second;
@@ -138,9 +136,9 @@ TensorTuple<8> attention_backward_backward(
     NeedsOfSecond needs) {
   const Tangents cotangents{grad_grad_query,     grad_grad_key,          grad_grad_value,
                             grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
-  check_backward_backward(kOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest, cotangents,
-                          needs);
-  check_batch_dimensions(kOp, x);
+  check_backward_backward(kBackwardBackwardOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
+                          cotangents, needs);
+  check_batch_dimensions(kBackwardBackwardOp, x);
   const GradientsOfSecond results = empty_gradients_of_second(x, grad_out, needs);
   if (lse.numel() == 0) {
     for (const Tensor& grad : results) grad.zero_();
@@ -179,9 +177,9 @@ TensorTuple<8> attention_backward_backward(
       for (size_t i = 0; i < 5; ++i) t.grads[i].zero_();
     }
     if (real == at::kDouble) {
-      run<double>(t, workspace);
+      run_backward_backward<double>(t, workspace);
     } else {
-      run<float>(t, workspace);
+      run_backward_backward<float>(t, workspace);
     }
     if (needs[0] && !in_place) to_out_t.copy_(t.out_t);
     if (needs[1]) heads.put_scalars(t.lse_t, results[1]);

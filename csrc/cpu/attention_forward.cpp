@@ -11,10 +11,8 @@ namespace qkv::cpu {
 
 namespace {
 
-constexpr const char* kOp = "qkv::_attention_forward";
-
 template <class T>
-void run(const Operands& x, const TensorTuple<4>& results) {
+void run_forward(const Operands& x, const TensorTuple<4>& results) {
   const auto& [out, lse, out_rest, lse_rest] = results;
   kernels::ForwardParams<T> params{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
@@ -26,20 +24,20 @@ void run(const Operands& x, const TensorTuple<4>& results) {
   params.lse = static_cast<T*>(lse.data_ptr());
   params.lse_rest = static_cast<T*>(lse_rest.data_ptr());
 
-  run_forward(forward_kernels_for(params.problem), params);
+  forward_pass(forward_kernels_for(params.problem), params);
 }
 
 TensorTuple<4> attention_forward(const Operands& x) {
-  check_operands(kOp, x);
-  check_batch_dimensions(kOp, x);
+  check_operands(kForwardOp, x);
+  check_batch_dimensions(kForwardOp, x);
   const auto results = empty_forward_results(x);
   const Tensor& lse = std::get<1>(results);
   if (lse.numel() == 0) return results;
   const Operands stored = readable(x, lse.scalar_type());
   if (lse.scalar_type() == at::kDouble) {
-    run<double>(stored, results);
+    run_forward<double>(stored, results);
   } else {
-    run<float>(stored, results);
+    run_forward<float>(stored, results);
   }
   return results;
 }

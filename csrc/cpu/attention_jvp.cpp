@@ -13,11 +13,9 @@ namespace qkv::cpu {
 
 namespace {
 
-constexpr const char* kOp = "qkv::_attention_jvp";
-
 template <class T>
-void run(const Operands& x, const Tangents& tangents, const Tensor& out, const Tensor& lse,
-         const Tensor& lse_rest, const Tensor& out_t, const Tensor& lse_t) {
+void run_jvp(const Operands& x, const Tangents& tangents, const Tensor& out, const Tensor& lse,
+             const Tensor& lse_rest, const Tensor& out_t, const Tensor& lse_t) {
   kernels::JvpParams<T> params{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(params.problem, x, batch);
@@ -46,13 +44,13 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor&
                              const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
                              const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
   const Tangents tangents{query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t};
-  check_jvp(kOp, x, out, lse, out_rest, lse_rest, tangents);
-  check_batch_dimensions(kOp, x);
+  check_jvp(kJvpOp, x, out, lse, out_rest, lse_rest, tangents);
+  check_batch_dimensions(kJvpOp, x);
   const Tensor out_t = empty_output(x), lse_t = empty_logsumexp(x);
   if (lse.numel() == 0) return {out_t, lse_t};
   const auto real = lse.scalar_type();
   const Tangents along = merging_as(x, tangents);
-  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  const auto run_in = real == at::kDouble ? &run_jvp<double> : &run_jvp<float>;
   for (const Heads& heads : ranges_of_heads(x)) {
     const Tensor to_out_t = heads.of_rows(out_t), to_lse_t = heads.of_scalars(lse_t);
     const Tensor real_out_t = writable(to_out_t, real);

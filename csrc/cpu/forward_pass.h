@@ -8,7 +8,7 @@ namespace qkv::cpu {
 /// The forward of all heads: parallel loops over what is prepared for them, over tiles, and to
 /// merge what ranges of keys left.
 template <class T>
-void run_forward(const kernels::ForwardKernels<T>& kernels, kernels::ForwardParams<T>& params) {
+void forward_pass(const kernels::ForwardKernels<T>& kernels, kernels::ForwardParams<T>& params) {
   auto& allocator = *c10::GetCPUAllocator();
   const int64_t heads = params.problem.batch * params.problem.kv_heads;
   const int64_t prepared_bytes = kernels.forward_prepared_bytes(params);
@@ -59,7 +59,7 @@ class LseOfDerivatives {
     params.problem = problem;
     params.lse = static_cast<T*>(memory_.get());
     params.lse_rest = params.lse + rows;
-    run_forward(kernels, params);
+    forward_pass(kernels, params);
     lse_ = params.lse;
     lse_rest_ = params.lse_rest;
   }

@@ -13,12 +13,10 @@ namespace qkv::cuda {
 
 namespace {
 
-constexpr const char* kOp = "qkv::_attention_backward";
-
 template <class T>
-void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
-         const Tensor& out, const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
-         const Gradients& grads, const Needs& needs) {
+void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
+                  const Tensor& out, const Tensor& lse, const Tensor& out_rest,
+                  const Tensor& lse_rest, const Gradients& grads, const Needs& needs) {
   kernels::simt::BackwardTask<T> task{};
   kernels::BackwardParams<T>& params = task.backward;
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
@@ -35,9 +33,9 @@ void run(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_l
   const SumsOfRows<T> sums(lse, needs, task);
 
   const Stream stream(x.query);
-  const LseOfTiles<T> of_tiles(kOp, params.problem, lse, lse_rest, stream);
+  const LseOfTiles<T> of_tiles(kBackwardOp, params.problem, lse, lse_rest, stream);
   of_tiles.tell(params);
-  check(kOp, kernels::simt::attention_backward(task, stream.get()));
+  check(kBackwardOp, kernels::simt::attention_backward(task, stream.get()));
   sums.put(grads);
 }
 
@@ -45,8 +43,8 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
                                   const OptionalTensor& grad_lse, const Tensor& out,
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
-  check_backward(kOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
-  check_batch_dimensions(kOp, operands);
+  check_backward(kBackwardOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
+  check_batch_dimensions(kBackwardOp, operands);
   const Gradients results = empty_gradients(operands, needs);
   const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
   if (nothing_attends && !(needs[5] && lse.numel() > 0)) {
@@ -59,7 +57,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   if (needs[3]) grads[3] = writable(results[3], real);  // summed in memory, rounded once
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = grad_lse->contiguous();
-  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  const auto run_in = real == at::kDouble ? &run_backward<double> : &run_backward<float>;
   run_in(readable(operands, real), with_unit_columns(merging_as(out, grad_out)), dense_grad_lse,
          with_unit_columns(out), lse.contiguous(), with_unit_columns(out_rest),
          lse_rest.contiguous(), grads, needs);

@@ -17,8 +17,6 @@ namespace qkv::cuda {
 
 namespace {
 
-constexpr const char* kOp = "qkv::_attention_backward_backward";
-
 /// The tensors that the kernels read and write.
 struct Tensors {
   Operands x;
@@ -32,7 +30,7 @@ struct Tensors {
 };
 
 template <class T>
-void run(const Tensors& t) {
+void run_backward_backward(const Tensors& t) {
   kernels::simt::BackwardBackwardTask<T> task{};
   kernels::simt::JvpTask<T> jvp{};
   kernels::BackwardParams<T>& params = task.backward.backward;
@@ -63,15 +61,15 @@ void run(const Tensors& t) {
   jvp.out_rest = task.backward.out_rest;
 
   const Stream stream(t.x.query);
-  const LseOfTiles<T> of_tiles(kOp, params.problem, t.lse, t.lse_rest, stream);
+  const LseOfTiles<T> of_tiles(kBackwardBackwardOp, params.problem, t.lse, t.lse_rest, stream);
   of_tiles.tell(params);
   of_tiles.tell(jvp.jvp);
-  check(kOp, kernels::simt::attention_jvp(jvp, stream.get()));
+  check(kBackwardBackwardOp, kernels::simt::attention_jvp(jvp, stream.get()));
   if (std::none_of(t.needs.begin(), t.needs.end(), [](bool need) { return need; })) return;
   const SumsOfRows<T> sums(t.lse, t.needs, task.backward);
   const Tensor delta_t = at::empty_like(t.lse);
   task.delta_t = static_cast<T*>(delta_t.data_ptr());
-  check(kOp, kernels::simt::attention_backward_backward(task, stream.get()));
+  check(kBackwardBackwardOp, kernels::simt::attention_backward_backward(task, stream.get()));
   sums.put(t.grads);
 }
 
@@ -84,9 +82,9 @@ TensorTuple<8> attention_backward_backward(
     NeedsOfSecond needs) {
   const Tangents cotangents{grad_grad_query,     grad_grad_key,          grad_grad_value,
                             grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
-  check_backward_backward(kOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest, cotangents,
-                          needs);
-  check_batch_dimensions(kOp, x);
+  check_backward_backward(kBackwardBackwardOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
+                          cotangents, needs);
+  check_batch_dimensions(kBackwardBackwardOp, x);
   const std::array<Tensor, 8> results = empty_gradients_of_second(x, grad_out, needs);
   if (lse.numel() == 0) {
     for (const Tensor& grad : results) grad.zero_();
@@ -109,7 +107,8 @@ TensorTuple<8> attention_backward_backward(
   std::copy(results.begin() + 2, results.end(), t.grads.begin());
   std::copy(needs.begin() + 2, needs.end(), t.needs.begin());
   if (t.needs[3]) t.grads[3] = writable(results[5], real);  // summed in memory, rounded once
-  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  const auto run_in =
+      real == at::kDouble ? &run_backward_backward<double> : &run_backward_backward<float>;
   run_in(t);
   if (needs[0]) results[0].copy_(t.out_t);
   if (!t.grads[3].is_same(results[5])) results[5].copy_(t.grads[3]);

@@ -12,10 +12,8 @@ namespace qkv::cuda {
 
 namespace {
 
-constexpr const char* kOp = "qkv::_attention_forward";
-
 template <class T>
-void run(const Operands& x, const TensorTuple<4>& results) {
+void run_forward(const Operands& x, const TensorTuple<4>& results) {
   const auto& [out, lse, out_rest, lse_rest] = results;
   kernels::simt::ForwardTask<T> task{};
   kernels::ForwardParams<T>& params = task.forward;
@@ -31,16 +29,16 @@ void run(const Operands& x, const TensorTuple<4>& results) {
   params.partial = static_cast<T*>(partial.data_ptr());
 
   const Stream stream(x.query);
-  check(kOp, kernels::simt::attention_forward(task, stream.get()));
+  check(kForwardOp, kernels::simt::attention_forward(task, stream.get()));
 }
 
 TensorTuple<4> attention_forward(const Operands& x) {
-  check_operands(kOp, x);
-  check_batch_dimensions(kOp, x);
+  check_operands(kForwardOp, x);
+  check_batch_dimensions(kForwardOp, x);
   const auto results = empty_forward_results(x);
   const auto real = std::get<1>(results).scalar_type();
   if (std::get<1>(results).numel() == 0) return results;
-  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  const auto run_in = real == at::kDouble ? &run_forward<double> : &run_forward<float>;
   run_in(readable(x, real), results);
   return results;
 }

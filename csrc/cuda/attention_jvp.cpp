@@ -12,11 +12,10 @@ namespace qkv::cuda {
 
 namespace {
 
-constexpr const char* kOp = "qkv::_attention_jvp";
-
 template <class T>
-void run(const Operands& x, const Tangents& tangents, const Tensor& out, const Tensor& lse,
-         const Tensor& out_rest, const Tensor& lse_rest, const Tensor& out_t, const Tensor& lse_t) {
+void run_jvp(const Operands& x, const Tangents& tangents, const Tensor& out, const Tensor& lse,
+             const Tensor& out_rest, const Tensor& lse_rest, const Tensor& out_t,
+             const Tensor& lse_t) {
   kernels::simt::JvpTask<T> task{};
   kernels::JvpParams<T>& params = task.jvp;
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
@@ -29,9 +28,9 @@ void run(const Operands& x, const Tangents& tangents, const Tensor& out, const T
   params.lse_t = static_cast<T*>(lse_t.data_ptr());
 
   const Stream stream(x.query);
-  const LseOfTiles<T> of_tiles(kOp, params.problem, lse, lse_rest, stream);
+  const LseOfTiles<T> of_tiles(kJvpOp, params.problem, lse, lse_rest, stream);
   of_tiles.tell(params);
-  check(kOp, kernels::simt::attention_jvp(task, stream.get()));
+  check(kJvpOp, kernels::simt::attention_jvp(task, stream.get()));
 }
 
 TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor& lse,
@@ -40,12 +39,12 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor&
                              const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
                              const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
   const Tangents tangents{query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t};
-  check_jvp(kOp, x, out, lse, out_rest, lse_rest, tangents);
-  check_batch_dimensions(kOp, x);
+  check_jvp(kJvpOp, x, out, lse, out_rest, lse_rest, tangents);
+  check_batch_dimensions(kJvpOp, x);
   const Tensor out_t = empty_output(x), lse_t = empty_logsumexp(x);
   if (lse.numel() == 0) return {out_t, lse_t};
   const auto real = lse.scalar_type();
-  const auto run_in = real == at::kDouble ? &run<double> : &run<float>;
+  const auto run_in = real == at::kDouble ? &run_jvp<double> : &run_jvp<float>;
   run_in(readable(x, real), readable(merging_as(x, tangents), real), with_unit_columns(out),
          lse.contiguous(), with_unit_columns(out_rest), lse_rest.contiguous(), out_t, lse_t);
   return {out_t, lse_t};

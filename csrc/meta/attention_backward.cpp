@@ -13,8 +13,7 @@ TensorTuple<6> attention_backward(const Operands& x, const Tensor& grad_out,
                                   const OptionalTensor& grad_lse, const Tensor& out,
                                   const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
                                   Needs needs) {
-  check_backward("qkv::_attention_backward", x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
-                 needs);
+  check_backward(kBackwardOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
   return std::tuple_cat(empty_gradients(x, needs));
 }
 

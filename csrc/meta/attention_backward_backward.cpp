@@ -16,8 +16,7 @@ TensorTuple<8> attention_backward_backward(
     const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
     const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
     NeedsOfSecond needs) {
-  check_backward_backward("qkv::_attention_backward_backward", x, grad_out, grad_lse, out, lse,
-                          out_rest, lse_rest,
+  check_backward_backward(kBackwardBackwardOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
                           {grad_grad_query, grad_grad_key, grad_grad_value, grad_grad_attn_mask,
                            grad_grad_alibi_slopes, grad_grad_sinks},
                           needs);

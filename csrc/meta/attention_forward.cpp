@@ -11,9 +11,8 @@ namespace qkv {
 namespace {
 
 TensorTuple<4> attention_forward(const Operands& x) {
-  constexpr const char* kOp = "qkv::_attention_forward";
-  check_operands(kOp, x);
-  check_batch_dimensions(kOp, x);
+  check_operands(kForwardOp, x);
+  check_batch_dimensions(kForwardOp, x);
   return empty_forward_results(x);
 }
 

@@ -14,7 +14,7 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor&
                              const OptionalTensor& query_t, const OptionalTensor& key_t,
                              const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
                              const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
-  check_jvp("qkv::_attention_jvp", x, out, lse, out_rest, lse_rest,
+  check_jvp(kJvpOp, x, out, lse, out_rest, lse_rest,
             {query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t});
   return {empty_output(x), empty_logsumexp(x)};
 }

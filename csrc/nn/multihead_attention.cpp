@@ -9,11 +9,11 @@ namespace qkv::nn {
 
 namespace {
 
-constexpr const char* kName = "qkv::nn::MultiheadAttention";
+constexpr const char* kMultiheadAttention = "qkv::nn::MultiheadAttention";
 
 int64_t head_dim_of(const MultiheadAttentionOptions& options) {
   if (options.head_dim()) return *options.head_dim();
-  TORCH_CHECK_VALUE(options.embed_dim() % options.num_heads() == 0, kName,
+  TORCH_CHECK_VALUE(options.embed_dim() % options.num_heads() == 0, kMultiheadAttention,
                     ": embed_dim must be divisible by num_heads unless head_dim is given, but "
                     "embed_dim=",
                     options.embed_dim(), " and num_heads=", options.num_heads());
@@ -39,24 +39,24 @@ MultiheadAttentionImpl::MultiheadAttentionImpl(const MultiheadAttentionOptions& 
 }
 
 void MultiheadAttentionImpl::reset() {
-  check_positive(kName, "embed_dim", options.embed_dim());
-  check_positive(kName, "num_heads", options.num_heads());
+  check_positive(kMultiheadAttention, "embed_dim", options.embed_dim());
+  check_positive(kMultiheadAttention, "num_heads", options.num_heads());
   const int64_t kv_heads = num_kv_heads_of(options);
-  check_positive(kName, "num_kv_heads", kv_heads);
-  TORCH_CHECK_VALUE(options.num_heads() % kv_heads == 0, kName,
+  check_positive(kMultiheadAttention, "num_kv_heads", kv_heads);
+  TORCH_CHECK_VALUE(options.num_heads() % kv_heads == 0, kMultiheadAttention,
                     ": num_kv_heads must divide num_heads, but num_heads=", options.num_heads(),
                     " and num_kv_heads=", kv_heads);
   const int64_t head_dim = head_dim_of(options);
-  check_positive(kName, "head_dim", head_dim);
+  check_positive(kMultiheadAttention, "head_dim", head_dim);
   const int64_t kdim = options.kdim().value_or(options.embed_dim());
   const int64_t vdim = options.vdim().value_or(options.embed_dim());
-  check_positive(kName, "kdim", kdim);
-  check_positive(kName, "vdim", vdim);
-  check_dropout(kName, options.dropout());
+  check_positive(kMultiheadAttention, "kdim", kdim);
+  check_positive(kMultiheadAttention, "vdim", vdim);
+  check_dropout(kMultiheadAttention, options.dropout());
   if (options.window()) {
     const auto [left, right] = *options.window();
     TORCH_CHECK_VALUE(
-        left >= -1 && right >= -1, kName,
+        left >= -1 && right >= -1, kMultiheadAttention,
         ": window must be (left, right) with both >= 0, or -1 for unbounded, but is (", left, ", ",
         right, ")");
   }
@@ -94,7 +94,8 @@ void MultiheadAttentionImpl::reset_parameters() {
 }
 
 void MultiheadAttentionImpl::pretty_print(std::ostream& stream) const {
-  stream << kName << "(embed_dim=" << options.embed_dim() << ", num_heads=" << options.num_heads();
+  stream << kMultiheadAttention << "(embed_dim=" << options.embed_dim()
+         << ", num_heads=" << options.num_heads();
   if (options.kdim()) stream << ", kdim=" << *options.kdim();
   if (options.vdim()) stream << ", vdim=" << *options.vdim();
   if (options.num_kv_heads()) stream << ", num_kv_heads=" << *options.num_kv_heads();
@@ -113,13 +114,13 @@ MultiheadAttentionImpl::Projected MultiheadAttentionImpl::project(
     const c10::intrusive_ptr<KVCache>& cache) {
   const at::Tensor& keys = key.defined() ? key : query;
   const at::Tensor& values = value.defined() ? value : keys;
-  check_rows(kName, "query", query, "embed_dim", w_q->options.in_features());
-  check_rows(kName, "key", keys, "kdim", w_k->options.in_features());
-  check_rows(kName, "value", values, "vdim", w_v->options.in_features());
+  check_rows(kMultiheadAttention, "query", query, "embed_dim", w_q->options.in_features());
+  check_rows(kMultiheadAttention, "key", keys, "kdim", w_k->options.in_features());
+  check_rows(kMultiheadAttention, "value", values, "vdim", w_v->options.in_features());
 
   Projected p;
   p.options.attn_mask(given(attn_mask))
-      .key_mask(key_mask_of(kName, key_padding_mask))
+      .key_mask(key_mask_of(kMultiheadAttention, key_padding_mask))
       .is_causal(options.causal())
       .enable_gqa(true);
   p.query = split_heads(w_q(query), options.num_heads());

@@ -6,14 +6,14 @@ namespace qkv::nn {
 
 namespace {
 
-constexpr const char* kName = "qkv::nn::ScaledDotProductAttention";
+constexpr const char* kScaledDotProductAttention = "qkv::nn::ScaledDotProductAttention";
 
 AttentionOptions attention_options(const ScaledDotProductAttentionImpl& module,
                                    const at::Tensor& attn_mask,
                                    const at::Tensor& key_padding_mask) {
   return AttentionOptions()
       .attn_mask(given(attn_mask))
-      .key_mask(key_mask_of(kName, key_padding_mask))
+      .key_mask(key_mask_of(kScaledDotProductAttention, key_padding_mask))
       .is_causal(module.options.causal())
       .scale(module.options.scale());
 }
@@ -26,10 +26,12 @@ ScaledDotProductAttentionImpl::ScaledDotProductAttentionImpl(
   reset();
 }
 
-void ScaledDotProductAttentionImpl::reset() { check_dropout(kName, options.dropout()); }
+void ScaledDotProductAttentionImpl::reset() {
+  check_dropout(kScaledDotProductAttention, options.dropout());
+}
 
 void ScaledDotProductAttentionImpl::pretty_print(std::ostream& stream) const {
-  stream << kName << "(";
+  stream << kScaledDotProductAttention << "(";
   if (options.scale()) stream << "scale=" << *options.scale() << ", ";
   stream << "dropout=" << options.dropout() << ", causal=" << std::boolalpha << options.causal()
          << ")";

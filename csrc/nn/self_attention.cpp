@@ -6,7 +6,7 @@ namespace qkv::nn {
 
 namespace {
 
-constexpr const char* kName = "qkv::nn::SelfAttention";
+constexpr const char* kSelfAttention = "qkv::nn::SelfAttention";
 
 /// The input may have any number of batch dimensions, but the operator wants its heads in
 /// dimension -3: this puts the one head there, and the masks beside it.
@@ -18,7 +18,7 @@ AttentionOptions attention_options(const SelfAttentionImpl& module, const at::Te
   if (mask && mask->dim() > 2) mask = with_head(*mask);
   return AttentionOptions()
       .attn_mask(mask)
-      .key_mask(key_mask_of(kName, key_padding_mask))
+      .key_mask(key_mask_of(kSelfAttention, key_padding_mask))
       .is_causal(module.options.causal())
       .scale(module.options.scale());
 }
@@ -30,7 +30,7 @@ struct Projected {
 
 Projected projected(SelfAttentionImpl& module, const at::Tensor& input, const at::Tensor& attn_mask,
                     const at::Tensor& key_padding_mask) {
-  check_rows(kName, "input", input, "d_in", module.options.d_in());
+  check_rows(kSelfAttention, "input", input, "d_in", module.options.d_in());
   const AttentionOptions options = attention_options(module, attn_mask, key_padding_mask);
   return {with_head(module.w_q(input)), with_head(module.w_k(input)), with_head(module.w_v(input)),
           options};
@@ -49,10 +49,10 @@ SelfAttentionImpl::SelfAttentionImpl(const SelfAttentionOptions& options_) : opt
 }
 
 void SelfAttentionImpl::reset() {
-  check_positive(kName, "d_in", options.d_in());
-  check_positive(kName, "d_out", options.d_out());
-  check_positive(kName, "d_v", options.d_v().value_or(options.d_out()));
-  check_dropout(kName, options.dropout());
+  check_positive(kSelfAttention, "d_in", options.d_in());
+  check_positive(kSelfAttention, "d_out", options.d_out());
+  check_positive(kSelfAttention, "d_v", options.d_v().value_or(options.d_out()));
+  check_dropout(kSelfAttention, options.dropout());
   const auto linear = [&](const char* name, int64_t d_out) {
     return register_module(
         name,
@@ -64,7 +64,7 @@ void SelfAttentionImpl::reset() {
 }
 
 void SelfAttentionImpl::pretty_print(std::ostream& stream) const {
-  stream << kName << "(d_in=" << options.d_in() << ", d_out=" << options.d_out();
+  stream << kSelfAttention << "(d_in=" << options.d_in() << ", d_out=" << options.d_out();
   if (options.d_v()) stream << ", d_v=" << *options.d_v();
   if (options.scale()) stream << ", scale=" << *options.scale();
   stream << std::boolalpha << ", bias=" << options.bias() << ", causal=" << options.causal()

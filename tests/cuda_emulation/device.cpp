@@ -31,9 +31,9 @@ constexpr uint16_t kPoison = 0xffa5;
 
 /// What is known of one 4-byte word of shared memory since the last barrier.
 struct SharedWord {
+  int16_t writer = -1;
+  int16_t reader = -1;   // one of them
   bool written = false;  // ever
-  int writer = -1;
-  int reader = -1;  // one of them
   bool more_readers = false;
 };
 
@@ -248,9 +248,9 @@ void unregister_memory(void* data) {
 }
 
 void poison(void* data, size_t bytes) {
-  for (size_t i = 0; i < bytes; ++i) {
-    static_cast<uint8_t*>(data)[i] =
-        static_cast<uint8_t>(i % 2 == 0 ? kPoison & 0xff : kPoison >> 8);
+  constexpr uint64_t kPoisons = kPoison * uint64_t(0x0001000100010001);
+  for (size_t i = 0; i < bytes; i += sizeof(kPoisons)) {
+    memcpy(static_cast<char*>(data) + i, &kPoisons, std::min(bytes - i, sizeof(kPoisons)));
   }
 }
 
@@ -306,7 +306,7 @@ bool check_shared(const void* pointer, size_t bytes, bool write) {
     report(FaultKind::kOutOfBounds, static_cast<uint64_t>(offset), true);
     return false;
   }
-  const int me = device.current;
+  const auto me = static_cast<int16_t>(device.current);
   for (size_t w = offset / 4; w <= (offset + bytes - 1) / 4; ++w) {
     SharedWord& word = device.words[w];
     if (write) {
