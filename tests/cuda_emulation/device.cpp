@@ -276,10 +276,8 @@ char* shared_memory() { return device.shared.data(); }
 
 namespace detail {
 
-void check_alignment(const void* address, size_t bytes) {
-  if (reinterpret_cast<uintptr_t>(address) % bytes != 0) {
-    report(FaultKind::kMisaligned, reinterpret_cast<uintptr_t>(address), false);
-  }
+void report_misaligned(const void* address) {
+  report(FaultKind::kMisaligned, reinterpret_cast<uintptr_t>(address), false);
 }
 
 bool check_global(const void* pointer, size_t bytes, bool write) {
@@ -299,7 +297,8 @@ bool check_global(const void* pointer, size_t bytes, bool write) {
   return true;
 }
 
-bool check_shared(const void* pointer, size_t bytes, bool write) {
+template <bool kWrite>
+bool check_shared(const void* pointer, size_t bytes) {
   const auto* address = static_cast<const char*>(pointer);
   const ptrdiff_t offset = address - device.shared.data();
   if (offset < 0 || offset + bytes > device.shared.size()) {
@@ -309,7 +308,7 @@ bool check_shared(const void* pointer, size_t bytes, bool write) {
   const auto me = static_cast<int16_t>(device.current);
   for (size_t w = offset / 4; w <= (offset + bytes - 1) / 4; ++w) {
     SharedWord& word = device.words[w];
-    if (write) {
+    if constexpr (kWrite) {
       if (word.writer >= 0 && word.writer != me) {
         report(FaultKind::kRace, w * 4, true, word.writer);
       } else if (word.reader >= 0 && (word.reader != me || word.more_readers)) {
@@ -329,6 +328,9 @@ bool check_shared(const void* pointer, size_t bytes, bool write) {
   }
   return true;
 }
+
+template bool check_shared<false>(const void*, size_t);
+template bool check_shared<true>(const void*, size_t);
 
 const uint64_t* exchange(uint64_t x) {
   Fiber& fiber = *device.fibers[device.current];

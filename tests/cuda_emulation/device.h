@@ -71,8 +71,13 @@ namespace detail {
 
 /// Both give false, after reporting a fault, if the access must not be carried out.
 bool check_global(const void* address, size_t bytes, bool write);
-bool check_shared(const void* address, size_t bytes, bool write);
-void check_alignment(const void* address, size_t bytes);
+template <bool kWrite>
+bool check_shared(const void* address, size_t bytes);
+
+void report_misaligned(const void* address);
+inline void check_alignment(const void* address, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes != 0) report_misaligned(address);
+}
 
 /// All lanes of the warp come with 8 bytes; those of each, by its number.
 const uint64_t* exchange(uint64_t x);
@@ -104,19 +109,19 @@ inline uint32_t ballot(bool x) {
 template <class T>
 T load_shared(const T* from) {
   T x{};
-  if (detail::check_shared(from, sizeof(T), false)) memcpy(&x, from, sizeof(T));
+  if (detail::check_shared<false>(from, sizeof(T))) memcpy(&x, from, sizeof(T));
   return x;
 }
 template <class T>
 void store_shared(T* to, T x) {
-  if (detail::check_shared(to, sizeof(T), true)) memcpy(to, &x, sizeof(T));
+  if (detail::check_shared<true>(to, sizeof(T))) memcpy(to, &x, sizeof(T));
 }
 
 /// Vectors as the device has them need alignment to 16 bytes.
 template <int kCount, class T>
 void load_shared(const T* from, T (&to)[kCount]) {
   if (kCount * sizeof(T) % 16 == 0) detail::check_alignment(from, 16);
-  if (detail::check_shared(from, sizeof(to), false)) {
+  if (detail::check_shared<false>(from, sizeof(to))) {
     memcpy(to, from, sizeof(to));
   } else {
     memset(to, 0, sizeof(to));
@@ -125,7 +130,7 @@ void load_shared(const T* from, T (&to)[kCount]) {
 template <int kCount, class T>
 void store_shared(T* to, const T (&x)[kCount]) {
   if (kCount * sizeof(T) % 16 == 0) detail::check_alignment(to, 16);
-  if (detail::check_shared(to, sizeof(x), true)) memcpy(to, x, sizeof(x));
+  if (detail::check_shared<true>(to, sizeof(x))) memcpy(to, x, sizeof(x));
 }
 
 template <class T>
