@@ -37,7 +37,7 @@ build() {
   torch_dir=$("$PYTHON" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")
   "$(tool cmake)" -S . -B "$folder" -G Ninja "-DCMAKE_MAKE_PROGRAM=$(tool ninja)" \
     "-DCMAKE_CXX_COMPILER=$(command -v clang++)" -DCMAKE_BUILD_TYPE=Debug "-DQKV_SANITIZE=$sanitizer" \
-    -DQKV_BUILD_TESTS=ON "-DQKV_TORCH_DIR=$torch_dir" >/dev/null
+    -DCMAKE_UNITY_BUILD=OFF -DQKV_BUILD_TESTS=ON "-DQKV_TORCH_DIR=$torch_dir" >/dev/null
   "$(tool cmake)" --build "$folder" --parallel "${QKV_JOBS:-2}" --target "$@"
 }
 

@@ -62,6 +62,6 @@ stamp=.venv/requirements-installed.txt
 if ! cmp -s requirements.txt "$stamp"; then
   say "Python packages into .venv (torch is about 1 GB to download)"
   [ -x .venv/bin/python ] || "$python" -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
   cp requirements.txt "$stamp"
 fi
