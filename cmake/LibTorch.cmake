@@ -8,10 +8,6 @@
 #                   enclosing Torch_DIR or CMAKE_PREFIX_PATH points into, else that of the torch
 #                   which ${Python3_EXECUTABLE} (or python3) imports.
 
-if(TARGET qkv::libtorch)
-  return()
-endif()
-
 if(NOT QKV_TORCH_DIR)
   set(_qkv_prefixes "")
   if(Torch_DIR)
@@ -57,6 +53,12 @@ string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*PATCH ([0-9]+).*" "\\1.\
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" QKV_TORCH_VERSION_MAJOR_MINOR "${QKV_TORCH_VERSION}")
 if(QKV_TORCH_VERSION VERSION_LESS 2.11)
   message(FATAL_ERROR "qkv: needs LibTorch 2.11 or later; that in ${QKV_TORCH_DIR} is ${QKV_TORCH_VERSION}.")
+endif()
+
+# The target is known in the whole directory, variables in a function only: one may be there without
+# the other.
+if(TARGET qkv::libtorch)
+  return()
 endif()
 
 add_library(qkv::libtorch INTERFACE IMPORTED)

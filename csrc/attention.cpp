@@ -59,7 +59,9 @@ Tensor attention_weights_composite(const Arguments& arguments) {
 }
 
 std::string explain_composite(const Arguments& arguments) {
-  return description("qkv::explain", checked_call("qkv::explain", arguments));
+  const Call call = checked_call("qkv::explain", arguments);
+  if (call.unfused_reason.empty()) check_batch_dimensions("qkv::explain", call.operands);
+  return description("qkv::explain", call);
 }
 
 // FuncTorchBatchedDecomposition: without it, vmap would loop over the batch. FuncTorchVmapMode: of

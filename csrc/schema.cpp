@@ -10,20 +10,26 @@ namespace qkv {
 
 namespace {
 
+/// TorchScript merges calls with equal arguments, and computes once those of constants, unless it
+/// must think that they have effects: of operators that are not ATen's it ignores the tag.
+c10::FunctionSchema drawing(const char* schema) {
+  return torch::schema(schema, c10::AliasAnalysisKind::CONSERVATIVE);
+}
+
 // clang-format off
 
 TORCH_LIBRARY(qkv, m) {
-  m.def("attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+  m.def(drawing("attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
         "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False, "
         "SymInt[2]? window=None, SymInt? query_offset=None, float softcap=0.0, "
-        "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_mask=None) -> Tensor",
+        "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_mask=None) -> Tensor"),
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 
-  m.def("attention_with_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+  m.def(drawing("attention_with_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
         "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False, "
         "SymInt[2]? window=None, SymInt? query_offset=None, float softcap=0.0, "
         "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? key_mask=None) "
-        "-> (Tensor output, Tensor logsumexp)",
+        "-> (Tensor output, Tensor logsumexp)"),
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 
   m.def("attention_weights(Tensor query, Tensor key, Tensor? attn_mask=None, "

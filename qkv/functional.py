@@ -61,7 +61,8 @@ def attention(
         (B.., Hq, M, Dv), laid out in memory as query is. A row that may attend to no key is 0.
 
     Raises:
-        ValueError, TypeError: naming the rule and what was found, before any work.
+        ValueError, TypeError: naming the rule and what was found, before any work. (RuntimeError, as
+            of any operator, for arguments that its schema does not take: a str for a tensor.)
     """
     return torch.ops.qkv.attention(
         query,

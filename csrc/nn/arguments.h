@@ -24,6 +24,7 @@ inline std::optional<at::Tensor> key_mask_of(const char* module, const at::Tenso
 
 inline void check_rows(const char* module, const char* name, const at::Tensor& x,
                        const char* letters, int64_t width) {
+  TORCH_CHECK_TYPE(x.defined(), module, ": ", name, " must be a tensor, but is undefined");
   TORCH_CHECK_VALUE(x.dim() >= 2 && x.size(-1) == width, module, ": ", name, " must be (.., rows, ",
                     letters, "=", width, "), but has shape ", x.sizes());
 }

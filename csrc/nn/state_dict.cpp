@@ -76,6 +76,19 @@ StateDict read(const std::string& path) {
   }
 }
 
+/// The records of a dict, of which `pickled` is all but its tensors.
+void write_archive(const std::string& path, const std::string& pickled,
+                   const std::vector<at::Tensor>& tensors) {
+  caffe2::serialize::PyTorchStreamWriter archive(path);
+  archive.writeRecord("data.pkl", pickled.data(), pickled.size());
+  size_t number = 0;
+  for (const at::Tensor& tensor : tensors) {
+    archive.writeRecord("data/" + std::to_string(number++), tensor.storage().data(),
+                        tensor.storage().nbytes());
+  }
+  archive.writeEndOfFile();
+}
+
 /// The keys of a that b lacks, for a message.
 std::string keys_missing_in(const StateDict& b, const StateDict& a) {
   std::string list;
@@ -111,20 +124,18 @@ void save_state_dict(const torch::nn::Module& module, const std::string& path) {
   // torch::pickle_save adds type tags that Python's torch.load refuses under weights_only=True, its
   // default; the pickler itself can do without.
   std::string pickled;
-  std::vector<at::Tensor> tensors;
   torch::jit::Pickler pickler([&](const char* data, size_t size) { pickled.append(data, size); },
                               nullptr, nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
   pickler.protocol();
   pickler.pushIValue(dict);
   pickler.stop();
-  caffe2::serialize::PyTorchStreamWriter archive(path);
-  archive.writeRecord("data.pkl", pickled.data(), pickled.size());
-  size_t number = 0;
-  for (const at::Tensor& tensor : pickler.tensorData()) {
-    archive.writeRecord("data/" + std::to_string(number++), tensor.storage().data(),
-                        tensor.storage().nbytes());
+  try {
+    write_archive(path, pickled, pickler.tensorData());
+  } catch (const std::exception& error) {  // of LibTorch's, which need not name the file
+    const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+    TORCH_CHECK_VALUE(false, "qkv::nn::save_state_dict: cannot write ", path, " (LibTorch: ",
+                      of_torch ? of_torch->what_without_backtrace() : error.what(), ")");
   }
-  archive.writeEndOfFile();
 }
 
 }  // namespace qkv::nn

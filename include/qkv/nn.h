@@ -19,8 +19,8 @@
 // Attention modules for torch::nn. Everywhere:
 //
 // - The batch comes first, and there may be any number of batch dimensions, or none.
-// - A bool attn_mask means true = may attend; it broadcasts to (B.., H, M, N). A float one is
-//   added to the scores.
+// - A bool attn_mask means true = may attend; it broadcasts to (B.., H, M, N), or (B.., T, T) of
+//   a module with one head. A float one is added to the scores.
 // - key_padding_mask (B.., N) means true = padding, that is, may not be attended to.
 // - Masks and causal compose: what is kept is their intersection, in training as in evaluation.
 // - forward returns the output; forward_with_weights also the attention weights, with the output
@@ -74,7 +74,7 @@ class QKV_API KVCache : public torch::CustomClassHolder {
   int64_t max_length_;
   int64_t length_ = 0;
   int64_t extension_ = 0;  // keys after them that advance may take in
-  at::Tensor key_;         // (B.., H, max_length, D), allocated by the first append
+  at::Tensor key_;         // (B.., H, max_length, D), allocated by an append to an empty cache
   at::Tensor value_;       // (B.., H, max_length, Dv)
 };
 
@@ -267,6 +267,7 @@ QKV_API void load_state_dict(torch::nn::Module& module, const std::string& path)
 
 /// Writes a module's parameters and buffers as a dict of tensors, for load_state_dict() and for
 /// Python's torch.load(path).
+/// \throws c10::ValueError if the file cannot be written.
 QKV_API void save_state_dict(const torch::nn::Module& module, const std::string& path);
 
 }  // namespace qkv::nn

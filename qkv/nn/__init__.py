@@ -3,8 +3,8 @@
 Everywhere:
 
 - The batch comes first, and there may be any number of batch dimensions, or none.
-- A bool ``attn_mask`` means True = may attend; it broadcasts to (B.., H, M, N). A float one is
-  added to the scores.
+- A bool ``attn_mask`` means True = may attend; it broadcasts to (B.., H, M, N), or (B.., T, T) of
+  a module with one head. A float one is added to the scores.
 - ``key_padding_mask`` (B.., N) means True = padding, that is, may not be attended to.
 - Masks and causal compose: what is kept is their intersection, in training as in evaluation.
 - ``forward`` returns the output; ``forward_with_weights`` also the attention weights, with the

@@ -72,6 +72,12 @@ TEST(Errors, Modules) {
                                 [] { SelfAttention(0, 4); });
   expect_error<c10::ValueError>("query must be (.., rows, embed_dim=8), but has shape [2, 3, 5, 4]",
                                 [] { MultiheadAttention(8, 2)->forward(kX); });
+  expect_error<c10::TypeError>("MultiheadAttention: query must be a tensor, but is undefined",
+                               [] { MultiheadAttention(8, 2)->forward(Tensor()); });
+  for (const std::string file : {"/nonexistent/file", "/dev/full"}) {
+    expect_error<c10::ValueError>("qkv::nn::save_state_dict: cannot write " + file,
+                                  [&] { save_state_dict(*SelfAttention(8, 4), file); });
+  }
   expect_error<c10::TypeError>(
       "key_padding_mask must be bool (true = padding), but is float32", [] {
         MultiheadAttention(4, 2)->forward(kX, {}, {}, {}, torch::zeros({2, 3, 5}));

@@ -284,18 +284,20 @@ def test_too_many_different_batch_dimensions():
     # 10 dimensions of size 2, of which the key is expanded in every other one.
     q = torch.randn(*[2] * 10, 1, 2, 4)
     k = torch.randn(*[1, 2] * 5, 1, 3, 4)
-    message = r"^qkv::attention: .* step in 10 different ways, but the kernels handle at most 8"
+    message = r"^qkv::%s: .* step in 10 different ways, but the kernels handle at most 8"
     random = torch.get_rng_state()
     for device in (q.device, "meta"):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message % "attention"):
             qkv.attention(q.to(device), *2 * [k.to(device)], dropout_p=0.5)
+    with pytest.raises(ValueError, match=message % "explain"):
+        qkv.explain(q, k, k)
     assert torch.equal(torch.get_rng_state(), random)
     dense = k.expand(*[2] * 10, 1, 3, 4).contiguous()
     merged = qkv.attention(q.flatten(0, 9), *2 * [dense.flatten(0, 9)])
     torch.testing.assert_close(qkv.attention(q, dense, dense), merged.view(q.shape))
     # As ever before any memory is asked for; here it would be terabytes.
     rows = 2**40
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message % "attention"):
         qkv.attention(q[..., :1, :].expand(*[2] * 10, 1, rows, 4), k, k)
 
 
