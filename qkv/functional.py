@@ -6,6 +6,16 @@ import torch
 from torch import Tensor
 
 
+def _number(name: str, x: Optional[float]) -> Optional[float]:
+    """The operator would take the number in a tensor, and its gradient would be lost."""
+    if isinstance(x, Tensor):
+        raise TypeError(
+            f"qkv: {name} must be a number, but is a tensor. There is no gradient of it; to learn "
+            "a scale, multiply query by it"
+        )
+    return x
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -61,8 +71,8 @@ def attention(
         (B.., Hq, M, Dv), laid out in memory as query is. A row that may attend to no key is 0.
 
     Raises:
-        ValueError, TypeError: naming the rule and what was found, before any work. (RuntimeError, as
-            of any operator, for arguments that its schema does not take: a str for a tensor.)
+        ValueError, TypeError: naming the rule and what was found, before any work.
+        RuntimeError: as of any operator, for what its schema does not take: a str for a tensor.
     """
     return torch.ops.qkv.attention(
         query,
@@ -71,11 +81,11 @@ def attention(
         attn_mask,
         dropout_p,
         is_causal,
-        scale=scale,
+        scale=_number("scale", scale),
         enable_gqa=enable_gqa,
         window=window,
         query_offset=query_offset,
-        softcap=softcap,
+        softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         key_mask=key_mask,
@@ -114,11 +124,11 @@ def attention_with_lse(
         attn_mask,
         dropout_p,
         is_causal,
-        scale=scale,
+        scale=_number("scale", scale),
         enable_gqa=enable_gqa,
         window=window,
         query_offset=query_offset,
-        softcap=softcap,
+        softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         key_mask=key_mask,
@@ -152,11 +162,11 @@ def attention_weights(
         key,
         attn_mask,
         is_causal,
-        scale=scale,
+        scale=_number("scale", scale),
         enable_gqa=enable_gqa,
         window=window,
         query_offset=query_offset,
-        softcap=softcap,
+        softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         key_mask=key_mask,

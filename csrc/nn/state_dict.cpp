@@ -107,6 +107,8 @@ void load_state_dict(torch::nn::Module& module, const std::string& path) {
                     " does not fit ", module.name(), "; missing: [", missing, "], unexpected: [",
                     unexpected, "]");
   for (const auto& [name, tensor] : to) {
+    TORCH_CHECK_VALUE(!tensor.is_meta(), "qkv::nn::load_state_dict: ", name,
+                      " is on meta, which holds no numbers");
     TORCH_CHECK_VALUE(tensor.sizes() == from.at(name).sizes(), "qkv::nn::load_state_dict: ", name,
                       " has shape ", tensor.sizes(), ", but ", path, " has ",
                       from.at(name).sizes());
@@ -133,8 +135,9 @@ void save_state_dict(const torch::nn::Module& module, const std::string& path) {
     write_archive(path, pickled, pickler.tensorData());
   } catch (const std::exception& error) {  // of LibTorch's, which need not name the file
     const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-    TORCH_CHECK_VALUE(false, "qkv::nn::save_state_dict: cannot write ", path, " (LibTorch: ",
-                      of_torch ? of_torch->what_without_backtrace() : error.what(), ")");
+    TORCH_CHECK_VALUE(false, "qkv::nn::save_state_dict: cannot write ", path,
+                      " (LibTorch: ", of_torch ? of_torch->what_without_backtrace() : error.what(),
+                      ")");
   }
 }
 

@@ -10,7 +10,8 @@ Everywhere:
 - ``forward`` returns the output; ``forward_with_weights`` also the attention weights, with the
   output still from the fused path.
 
-All modules can be scripted (``torch.jit.script``), exported and compiled.
+All modules can be scripted (``torch.jit.script``), exported and compiled; with a ``KVCache``, which
+is a TorchScript object, scripted, and compiled with breaks in the graph.
 """
 
 from qkv.nn.kv_cache import KVCache

@@ -21,7 +21,8 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
     ``torch::save`` in C++, or of ``torch.jit.save``.
 
     Raises:
-        RuntimeError: if names or shapes differ; nothing has been changed then.
+        RuntimeError: if names or shapes differ, or if the module is on meta; nothing has been
+            changed then.
         pickle.UnpicklingError: if the file holds anything else than tensors.
     """
     if _is_script_archive(path):
@@ -45,6 +46,11 @@ def _check_fits(
             f"missing: {missing}, unexpected: {unexpected}"
         )
     for name, x in own.items():
+        if isinstance(x, torch.Tensor) and x.is_meta:
+            raise RuntimeError(
+                f"qkv.nn.load_state_dict: {name} is on meta, which holds no numbers; "
+                "module.to_empty(device=..) first"
+            )
         if isinstance(x, torch.Tensor) and x.shape != state[name].shape:
             raise RuntimeError(
                 f"qkv.nn.load_state_dict: {name} has shape {list(x.shape)}, but {path} has "

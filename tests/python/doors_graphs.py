@@ -372,6 +372,31 @@ def _read_again(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     return torch.jit.load(buffer)
 
 
+class _CallsTwice(torch.nn.Module):
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.query = torch.nn.Parameter(torch.randn(1, 4, 8))
+        self.with_lse = op == "attention_with_lse"
+
+    def forward(self) -> Tuple[Tensor, Tensor]:
+        x = self.query
+        if self.with_lse:
+            a, _ = torch.ops.qkv.attention_with_lse(x, x, x, dropout_p=0.5)
+            b, _ = torch.ops.qkv.attention_with_lse(x, x, x, dropout_p=0.5)
+        else:
+            a = torch.ops.qkv.attention(x, x, x, dropout_p=0.5)
+            b = torch.ops.qkv.attention(x, x, x, dropout_p=0.5)
+        return a, b
+
+
+def torchscript_draws_dropout_anew(x: Operator) -> None:
+    """Equal calls are not merged, nor those of a frozen module's constants computed once."""
+    script = torch.jit.script(_CallsTwice(x.name).eval())
+    for f in (script, torch.jit.freeze(script)):
+        results = [y for _ in range(3) for y in f()]
+        assert len({tuple(y.flatten().tolist()) for y in results}) == len(results)
+
+
 def torchscript(x) -> None:
     """Results, gradients and second derivatives of a saved script."""
     if x == "KVCache":

@@ -74,6 +74,7 @@ graphs
   export                         x    x    x    .       .    .    .    .       x    x    x    .
   aotinductor_in_cpp             x    x    .    .       .    .    .    .       .    .    .    .
   torchscript                    x    x    x    x       .    .    .    .       x    x    x    x
+  torchscript_draws_dropout_anew x    x    .    .       .    .    .    .       .    .    .    .
   torchscript_in_cpp             x    .    .    .       .    .    .    .       .    .    .    .
 modes
   autocast_cpu                   x    x    x    x       .    .    .    .       x    x    x    .

@@ -280,6 +280,19 @@ def test_errors_come_before_memory(op):
         getattr(torch.ops.qkv, op)(**arguments)
 
 
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_tensor_is_no_number(name):
+    x = torch.randn(2, 3, 4)
+    number = torch.tensor(0.5, requires_grad=True)
+    for f, tensors in (
+        (qkv.attention, (x, x, x)),
+        (qkv.attention_with_lse, (x, x, x)),
+        (qkv.attention_weights, (x, x)),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a number, but is a tensor"):
+            f(*tensors, **{name: number})
+
+
 def test_too_many_different_batch_dimensions():
     # 10 dimensions of size 2, of which the key is expanded in every other one.
     q = torch.randn(*[2] * 10, 1, 2, 4)

@@ -323,6 +323,14 @@ def test_load_state_dict_changes_all_or_nothing(tmp_path):
         assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
 
 
+def test_meta_holds_no_numbers(tmp_path):
+    qkv.nn.save_state_dict(qkv.nn.SelfAttention(8, 4), tmp_path / "file")
+    with torch.device("meta"):
+        other = qkv.nn.SelfAttention(8, 4)
+    with pytest.raises(RuntimeError, match="is on meta, which holds no numbers"):
+        qkv.nn.load_state_dict(other, tmp_path / "file")
+
+
 @pytest.mark.parametrize("kind", ["ordered_dict", "text", "nothing", "folder"])
 def test_cpp_says_what_it_cannot_read(kind, tmp_path):
     weights = tmp_path / "weights.pt"
