@@ -51,7 +51,8 @@ def test_linear_in_the_length(what, width):
     # The scores alone would be 2 * n * n floats: 128 MiB at 4096, 2 GiB at 16384.
     few, many = peak(what, 4096, width), peak(what, 16384, width)
     print(f"{what}: {few:.0f} MiB at N = 4096, {many:.0f} MiB at N = 16384")
-    assert 2 < few and many < 4.5 * few
+    # Beside four times as much, a few MiB: both use what the process had freed before, alike.
+    assert 2 < few and many < 4 * few + 32
 
 
 SHARED = r"""
