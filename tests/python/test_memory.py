@@ -7,7 +7,7 @@ import sys
 import pytest
 
 PROGRAM = r"""
-import re, torch, qkv
+import ctypes, re, torch, qkv
 from torch.autograd import forward_ad
 
 def status(name):
@@ -28,6 +28,7 @@ def run(n):
             attend(*(forward_ad.make_dual(x, torch.randn_like(x)) for x in inputs))
 
 run(256)  # what the first call loads
+ctypes.CDLL(None).malloc_trim(0)  # or what was freed so far is used anew, and not counted
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # VmHWM, the peak, starts anew
 before = status("VmRSS")
@@ -51,8 +52,7 @@ def test_linear_in_the_length(what, width):
     # The scores alone would be 2 * n * n floats: 128 MiB at 4096, 2 GiB at 16384.
     few, many = peak(what, 4096, width), peak(what, 16384, width)
     print(f"{what}: {few:.0f} MiB at N = 4096, {many:.0f} MiB at N = 16384")
-    # Beside four times as much, a few MiB: both use what the process had freed before, alike.
-    assert 2 < few and many < 4 * few + 32
+    assert 2 < few and many < 4.5 * few
 
 
 SHARED = r"""
