@@ -1,4 +1,4 @@
-"""Writes the table of the CUDA kernels' registers and spills into docs/performance.md.
+"""Writes the table of the CUDA kernels' registers and spills into docs/benchmarks/sm_90.md.
 
     .venv/bin/python scripts/cuda_resources.py [--architecture 90] [--check]
 
@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- cuda resources -->\n", "<!-- end of cuda resources -->"
+DOCUMENTS = ROOT / "docs" / "benchmarks"
+HEADER = "| kernel | registers | spilled bytes | stack |\n"
 ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\S+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -44,7 +44,7 @@ def demangled(name: str) -> str:
 
 
 def table(architecture: str) -> str:
-    lines = ["| kernel | registers | spilled bytes | stack |", "|---|---|---|---|"]
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         library = ROOT / "build" / "libqkv.so"
         subprocess.run(
@@ -61,7 +61,7 @@ def table(architecture: str) -> str:
                 lines.append(
                     f"| `{demangled(m['name'])}` | {m['registers']} | {spills} | {m['stack']} |"
                 )
-    return "\n".join([*lines[:2], *sorted(lines[2:])]) + "\n"
+    return "\n".join([HEADER + "|---|---|---|---|", *sorted(lines)]) + "\n"
 
 
 def main() -> None:
@@ -69,14 +69,12 @@ def main() -> None:
     parser.add_argument("--architecture", default="90")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text = DOCUMENT.read_text()
-    before, rest = text.split(BEGIN)
-    new = before + BEGIN + table(args.architecture) + END + rest.split(END, 1)[1]
+    document = DOCUMENTS / f"sm_{args.architecture}.md"
+    text = document.read_text()
+    new = text.split(HEADER)[0] + table(args.architecture)
     if args.check:
-        sys.exit(
-            "docs/performance.md: the table of CUDA kernels is out of date" if new != text else 0
-        )
-    DOCUMENT.write_text(new)
+        sys.exit(f"{document} is out of date" if new != text else 0)
+    document.write_text(new)
 
 
 if __name__ == "__main__":
