@@ -82,16 +82,20 @@ Shape batch_dims_of(const Tensor& x) {
 std::pair<SymInt, SymInt> checked_heads(const char* op, const Arguments& a) {
   const SymInt key_heads = heads_of(a.key);
   const SymInt value_heads = a.value ? heads_of(*a.value) : key_heads;
-  TORCH_CHECK_VALUE(key_heads == value_heads || key_heads == 1 || value_heads == 1, op,
+  const bool one_key_head = is_one(key_heads);
+  TORCH_CHECK_VALUE(one_key_head || is_one(value_heads) || are_same(key_heads, value_heads), op,
                     ": key and value must have the same number of heads (or one), but key has ",
                     key_heads, " and value ", value_heads);
-  const SymInt kv_heads = key_heads == 1 ? value_heads : key_heads;
+  const SymInt kv_heads = one_key_head ? value_heads : key_heads;
   const SymInt query_heads = heads_of(a.query);
-  if (query_heads == kv_heads || kv_heads == 1) return {kv_heads, query_heads};
-  if (query_heads == 1) return {kv_heads, kv_heads};
-  TORCH_CHECK_VALUE(a.enable_gqa, op, ": query has Hq=", query_heads,
-                    " heads and key and value Hkv=", kv_heads,
-                    "; enable_gqa=True allows Hkv to be a divisor of Hq");
+  if (is_one(kv_heads) || is_known_to_be(query_heads, kv_heads)) return {kv_heads, query_heads};
+  if (is_one(query_heads)) return {kv_heads, kv_heads};
+  if (!a.enable_gqa) {
+    TORCH_CHECK_VALUE(are_same(query_heads, kv_heads), op, ": query has Hq=", query_heads,
+                      " heads and key and value Hkv=", kv_heads,
+                      "; enable_gqa=True allows Hkv to be a divisor of Hq");
+    return {kv_heads, query_heads};
+  }
   TORCH_CHECK_VALUE(kv_heads != 0 && query_heads % kv_heads == 0, op,
                     ": with enable_gqa, Hkv must divide Hq, but Hq=", query_heads,
                     " and Hkv=", kv_heads);

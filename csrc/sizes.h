@@ -6,7 +6,7 @@
 #include <algorithm>
 
 // Questions about sizes that a traced graph may not know ("unbacked", as of a tensor of what
-// nonzero() found): these do not end in an error that the graph cannot be general.
+// nonzero() found). These neither fix such a size nor end in an error that it is not known.
 
 namespace qkv {
 
@@ -18,10 +18,14 @@ inline bool are_same(const c10::SymInt& a, const c10::SymInt& b) {
 /// Whether a size is known to be 1, and thus to be broadcast.
 inline bool is_one(const c10::SymInt& x) { return TORCH_GUARD_OR_FALSE(x.sym_eq(1)); }
 
+/// Whether a size is known to be another.
+inline bool is_known_to_be(const c10::SymInt& a, const c10::SymInt& b) {
+  return TORCH_GUARD_OR_FALSE(a.sym_eq(b));
+}
+
 /// Whether two shapes are known to be the same.
 inline bool are_known_to_be_same(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const auto& x, const auto& y) { return TORCH_GUARD_OR_FALSE(x.sym_eq(y)); });
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), &is_known_to_be);
 }
 
 }  // namespace qkv

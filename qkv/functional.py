@@ -8,12 +8,26 @@ from torch import Tensor
 
 def _number(name: str, x: Optional[float]) -> Optional[float]:
     """The operator would take the number in a tensor, and its gradient would be lost."""
-    if isinstance(x, Tensor):
-        raise TypeError(
-            f"qkv: {name} must be a number, but is a tensor. There is no gradient of it; to learn "
-            "a scale, multiply query by it"
-        )
-    return x
+    if not isinstance(x, Tensor):
+        return x
+    if torch.jit.is_tracing() and not x.requires_grad:  # computed from sizes; see _whole
+        return float(x)
+    raise TypeError(
+        f"qkv: {name} must be a number, but is a tensor. There is no gradient of it; to learn a "
+        "scale, multiply query by it"
+    )
+
+
+def _whole(x: Optional[int]) -> Optional[int]:
+    """While ``torch.jit.trace`` runs, sizes are tensors, which it would turn into constants of an
+    operator without a word. In Python it warns of that."""
+    return int(x) if isinstance(x, Tensor) and torch.jit.is_tracing() else x
+
+
+def _window(window: Optional[tuple[int, int]]) -> Optional[tuple[int, int]]:
+    if window is not None and torch.jit.is_tracing():
+        return tuple(_whole(x) for x in window)
+    return window
 
 
 def attention(
@@ -83,8 +97,8 @@ def attention(
         is_causal,
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,
-        window=window,
-        query_offset=query_offset,
+        window=_window(window),
+        query_offset=_whole(query_offset),
         softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -126,8 +140,8 @@ def attention_with_lse(
         is_causal,
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,
-        window=window,
-        query_offset=query_offset,
+        window=_window(window),
+        query_offset=_whole(query_offset),
         softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -164,8 +178,8 @@ def attention_weights(
         is_causal,
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,
-        window=window,
-        query_offset=query_offset,
+        window=_window(window),
+        query_offset=_whole(query_offset),
         softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -173,10 +187,41 @@ def attention_weights(
     )
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> str:
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    window: Optional[tuple[int, int]] = None,
+    query_offset: Optional[int] = None,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    key_mask: Optional[Tensor] = None,
+) -> str:
     """Which kernels :func:`attention` and its derivatives would run on these arguments, or why none
     is fused, and what the band is. Computes nothing.
 
     Args and Raises: as those of :func:`attention`.
     """
-    return torch.ops.qkv.explain(query, key, value, *args, **kwargs)
+    return torch.ops.qkv.explain(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=_number("scale", scale),
+        enable_gqa=enable_gqa,
+        window=_window(window),
+        query_offset=_whole(query_offset),
+        softcap=_number("softcap", softcap),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_mask=key_mask,
+    )

@@ -34,6 +34,14 @@ def checked_dropout(module: str, dropout: float) -> float:
     return float(dropout)
 
 
+def checked_scale(module: str, scale: Optional[float]) -> Optional[float]:
+    if scale is None:
+        return None
+    if not isinstance(scale, (int, float)):
+        raise TypeError(f"{module}: scale must be a number, but is {scale!r}")
+    return float(scale)
+
+
 def check_positive(module: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int):

@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from qkv.nn.arguments import checked_dropout, key_mask_of
+from qkv.nn.arguments import checked_dropout, checked_scale, key_mask_of
 
 
 class ScaledDotProductAttention(torch.nn.Module):
@@ -23,7 +23,7 @@ class ScaledDotProductAttention(torch.nn.Module):
         self, scale: Optional[float] = None, dropout: float = 0.0, causal: bool = False
     ) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale = checked_scale("qkv.nn.ScaledDotProductAttention", scale)
         self.dropout = checked_dropout("qkv.nn.ScaledDotProductAttention", dropout)
         self.causal = bool(causal)
 

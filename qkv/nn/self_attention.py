@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
-from qkv.nn.arguments import check_positive, check_rows, checked_dropout, key_mask_of
+from qkv.nn.arguments import (
+    check_positive,
+    check_rows,
+    checked_dropout,
+    checked_scale,
+    key_mask_of,
+)
 
 
 class SelfAttention(torch.nn.Module):
@@ -42,7 +48,7 @@ class SelfAttention(torch.nn.Module):
         self.d_in = d_in
         self.causal = bool(causal)
         self.dropout = checked_dropout("qkv.nn.SelfAttention", dropout)
-        self.scale = scale
+        self.scale = checked_scale("qkv.nn.SelfAttention", scale)
         self.w_q = Linear(d_in, d_out, bias, device, dtype)
         self.w_k = Linear(d_in, d_out, bias, device, dtype)
         self.w_v = Linear(d_in, d_v, bias, device, dtype)

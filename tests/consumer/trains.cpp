@@ -3,7 +3,7 @@
 
 #include <iostream>
 
-// Learns to sort out which of two tokens came first: attention with positions must be learned.
+// Learns to copy what the first token says to the last: not possible without attention.
 int main() {
   torch::manual_seed(0);
   qkv::nn::MultiheadAttention attention(qkv::nn::MultiheadAttentionOptions(16, 2).causal(true));

@@ -322,8 +322,9 @@ class KernelRun {
   static std::unique_ptr<void, Free> memory(int64_t bytes) {
     // Of exactly this size, so that a sanitizer sees an overrun; full of NaN, so that what is read
     // before it is written shows.
-    void* p = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-    std::memset(p, 0xff, (bytes + 63) / 64 * 64);
+    void* p = nullptr;
+    if (posix_memalign(&p, 64, bytes) != 0) throw std::bad_alloc();
+    std::memset(p, 0xff, bytes);
     return std::unique_ptr<void, Free>(p);
   }
 

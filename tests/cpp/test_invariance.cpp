@@ -16,6 +16,7 @@ struct Results {
   std::vector<Tensor> tensors;  // gradients, output, logsumexp, second gradients
 
   bool operator==(const Results& other) const {
+    if (tensors.size() != other.tensors.size()) return false;
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (!torch::equal(tensors[i], other.tensors[i])) return false;
     }

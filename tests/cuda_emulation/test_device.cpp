@@ -22,7 +22,7 @@ struct Memory {
 
 float* shared() { return reinterpret_cast<float*>(device::shared_memory()); }
 
-/// The kinds of what a kernel did wrong, each once.
+/// Every fault that a kernel causes.
 template <class Kernel>
 std::vector<device::Fault> faults_of(Kernel kernel, float* numbers, int64_t blocks = 1) {
   device::take_faults();

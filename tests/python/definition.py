@@ -187,7 +187,7 @@ def all_dropout_factors(seeds: list[int], heads: int, m: int, n: int, p: float) 
         words = numpy.stack(philox(tuple(counter), (seed & 0xFFFFFFFF, seed >> 32)))
         word = numpy.take_along_axis(words, (j % 8 // 2)[None], 0)[0]
         drawn.append(word >> (j % 2 * 16).astype(numpy.uint64) & 0xFFFF)
-    stays = torch.from_numpy(numpy.stack(drawn).astype(numpy.int64)) >= threshold
+    stays = torch.tensor(numpy.stack(drawn).astype(numpy.int64)) >= threshold
     return stays.double() * (65536 / (65536 - threshold) if threshold < 65536 else 0.0)
 
 

@@ -130,7 +130,7 @@ def check_values_and_gradients(entry, dtype, tolerance, define=definition.attent
     # Both start from the same numbers: rounding the input is not an error of the operator.
     sample = samples.make(entry, dtype).requires_grad()
     exact = sample.to(torch.float64).requires_grad()
-    assert "forward, backward  fused cpu" in sample.call(qkv.explain)
+    assert f"forward, backward  fused {sample.query.device.type}" in sample.call(qkv.explain)
     expected = results(define, exact, dtype)
     actual = results(qkv.attention_with_lse, sample, dtype)
     assert torch.equal(sample.call(qkv.attention), actual["output"])

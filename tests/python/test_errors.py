@@ -66,7 +66,8 @@ def wrong_dtype(name: str, dtype: torch.dtype) -> str:
 
 
 def wrong_device(name: str) -> str:
-    where = "meta and key on cpu" if name == "query" else f"cpu and {name} on meta"
+    ours = torch.empty(()).device
+    where = f"meta and key on {ours}" if name == "query" else f"{ours} and {name} on meta"
     return f"all tensors must be on one device, but query is on {where}"
 
 
@@ -288,9 +289,18 @@ def test_a_tensor_is_no_number(name):
         (qkv.attention, (x, x, x)),
         (qkv.attention_with_lse, (x, x, x)),
         (qkv.attention_weights, (x, x)),
+        (qkv.explain, (x, x, x)),
     ):
         with pytest.raises(TypeError, match=f"{name} must be a number, but is a tensor"):
             f(*tensors, **{name: number})
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), "0.5"], ids=["tensor", "str"])
+def test_a_scale_of_a_module_is_a_number(scale):
+    with pytest.raises(TypeError, match="^qkv.nn.ScaledDotProductAttention: scale must be a numb"):
+        qkv.nn.ScaledDotProductAttention(scale=scale)
+    with pytest.raises(TypeError, match="^qkv.nn.SelfAttention: scale must be a number, but is"):
+        qkv.nn.SelfAttention(4, 4, scale=scale)
 
 
 def test_too_many_different_batch_dimensions():
@@ -416,7 +426,7 @@ def test_internal_operators(op, device):
         arguments = list(right)
         arguments[3] = torch.ones(5, 7, dtype=torch.bool, device=device)
         assert not fits(op, arguments)
-    # Dropout without a seed; two of everything.
+    # Dropout without a seed.
     arguments = list(right)
     arguments[7] = None
     assert not fits(op, arguments)

@@ -6,6 +6,7 @@ bfloat16 has kernels of its own where the processor has AMX, which work on squar
 
 import definition
 import pytest
+import samples
 import torch
 
 import qkv
@@ -16,8 +17,7 @@ half_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], i
 
 
 def numbers(shape, seed, dtype):
-    make = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=make).to(dtype)
+    return torch.randn(shape, generator=samples.generator(seed)).to(dtype)
 
 
 def problem(batch, heads, kv_heads, m, n, d, dv, dtype):
@@ -122,7 +122,7 @@ def test_what_is_not_kept_may_be_nan(where, dtype):
     """Whole tiles and parts of them; the last rows and keys lie beside lanes that are empty."""
     m, n = 110, 333
     query, key, value, grad = problem(1, 2, 1, m, n, 18, 34, dtype)
-    keep = torch.rand(m, n, generator=torch.Generator().manual_seed(8)) < 0.7
+    keep = torch.rand(m, n, generator=samples.generator(8)) < 0.7
     if where in ("key", "value"):
         lost = [0, 31, 32, 100, n - 1]
         keep[:, lost] = False

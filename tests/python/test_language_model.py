@@ -46,7 +46,7 @@ def test_samples(trained):
     done = run(PROGRAMS / "language_model", "sample", "--output", directory, "--prompt", "abc",
                "--length", 300)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # Longer than the context of 128: the cache is refilled twice on the way.
+    # Longer than the context of 128: the cache is refilled on the way.
     assert len(done.stdout.rstrip("\n")) == 303 and done.stdout.startswith("abc")
 
 

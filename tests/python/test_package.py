@@ -53,11 +53,11 @@ def test_instruction_sets_share_no_code():
     for path in objects:
         isa = re.search(r"isa_(\w+)\.cpp", path.name).group(1)
         symbols = subprocess.run(
-            ["nm", "-C", "--defined-only", path], capture_output=True, text=True
+            ["nm", "-C", "--defined-only", path], capture_output=True, text=True, check=True
         )
         for line in symbols.stdout.splitlines():
             _, kind, name = line.split(maxsplit=2)
-            if kind in "tT" or kind == "r":  # local to the file
+            if kind in "tr":  # local to the file
                 continue
             assert f"qkv::kernels::{isa}::" in name, f"{path.name} defines {name}"
 
@@ -86,7 +86,10 @@ def test_library_knows_no_python():
     linked = subprocess.run(["ldd", qkv.library_path], capture_output=True, text=True).stdout
     assert "libpython" not in linked and "libtorch_cpu" in linked
     symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", qkv.library_path], capture_output=True, text=True
+        ["nm", "-D", "--defined-only", qkv.library_path],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "PyInit" not in symbols.stdout
 
