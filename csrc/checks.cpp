@@ -166,8 +166,8 @@ void check_operands(const char* op, const Operands& x) {
                     rank, ", ", x.key.dim(), " and ", x.value.dim());
   const ScoreShape scores = score_shape(x);
   const SymInt kv_heads = x.key.sym_size(-3);
-  const bool heads_fit = is_known_to_be(scores.heads, kv_heads) ||
-                         (kv_heads != 0 && scores.heads % kv_heads == 0);
+  const bool heads_fit =
+      is_known_to_be(scores.heads, kv_heads) || (kv_heads != 0 && scores.heads % kv_heads == 0);
   const auto all_but_width = [](const Tensor& t) { return t.sym_sizes().slice(0, t.dim() - 1); };
   TORCH_CHECK_VALUE(batch_of(x.key) == scores.batch &&
                         all_but_width(x.value) == all_but_width(x.key) && heads_fit &&
