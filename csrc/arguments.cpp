@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cmath>
 #include <sstream>
 
 #include "checks.h"
@@ -116,7 +115,11 @@ std::vector<SymInt> band_of(const Arguments& a) {
   SymInt right = a.window ? (*a.window)[1] : SymInt(-1);
   if (a.is_causal) right = 0;  // a window to the right of the diagonal has nothing left to add
   SymInt offset = a.query_offset.value_or(0);
-  if (const auto number = offset.maybe_as_int()) offset = std::clamp(*number, -kFar, kFar);
+  const auto l = left.maybe_as_int(), r = right.maybe_as_int(), o = offset.maybe_as_int();
+  if (l && r && o) {
+    const auto band = clamped_band(*l, *r, *o);
+    return {band.begin(), band.end()};
+  }
   return {std::move(left), std::move(right), std::move(offset)};
 }
 

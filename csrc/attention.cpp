@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor> attention_with_lse_composite(const Arguments& argumen
   return {call.restore_rank(out), call.restore_rank(lse)};
 }
 
-/// This asks for M x N numbers, so that the reference, which has them, is no detour.
+/// The result is M x N numbers itself, so the reference takes no more memory than it must.
 Tensor attention_weights_composite(const Arguments& arguments) {
   const Call call = checked_call("qkv::attention_weights", arguments);
   const Tensor weights = reference::softmax(call.operands).weights;
@@ -64,8 +64,8 @@ std::string explain_composite(const Arguments& arguments) {
   return description("qkv::explain", call);
 }
 
-// FuncTorchBatchedDecomposition: without it, vmap would loop over the batch. FuncTorchVmapMode: of
-// a call without mapped tensors, too, vmap's randomness is the seed's.
+// FuncTorchBatchedDecomposition: without it, vmap would loop over the batch. FuncTorchVmapMode: so
+// that vmap's rules of randomness hold for the seed even if no argument is mapped.
 #define QKV_REGISTER_COMPOSITE(key)                                                          \
   TORCH_LIBRARY_IMPL(qkv, key, m) {                                                          \
     m.impl("attention", &AttentionOp<Tensor>::kernel<&attention_composite>);                 \

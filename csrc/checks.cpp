@@ -260,9 +260,7 @@ void check_backward_backward(const char* op, const Operands& x, const Tensor& gr
   check_grad_outputs(op, x, grad_out, grad_lse);
   check_forward_results(op, x, out, lse, out_rest, lse_rest);
   check_tangents(op, x, cotangents);
-  Needs of_operands;
-  std::copy(needs.begin() + 2, needs.end(), of_operands.begin());
-  check_needs(op, x, of_operands);
+  check_needs(op, x, of_operands(needs));
 }
 
 }  // namespace qkv

@@ -10,7 +10,7 @@ namespace qkv {
 /// QKV_STRICT=1: what would fall back to the unfused reference raises an error.
 bool strict();
 
-/// QKV_VERBOSE=1: every call that a kernel can run says on stderr which one does.
+/// QKV_VERBOSE=1: every call of attention and attention_with_lse says on stderr what it runs.
 bool verbose();
 
 /// QKV_CPU_ISA, one of kernels::cpu_isa_names(): the instruction set to use instead of the best

@@ -80,13 +80,11 @@ inline Gradients empty_gradients(const Operands& x, Needs needs) {
 /// Those of grad_output and grad_logsumexp first, then those of the operands.
 inline std::array<Tensor, 8> empty_gradients_of_second(const Operands& x, const Tensor& grad_out,
                                                        NeedsOfSecond needs) {
-  Needs of_operands;
-  std::copy(needs.begin() + 2, needs.end(), of_operands.begin());
   const auto none = [&] { return at::empty({0}, x.query.options()); };
   std::array<Tensor, 8> gradients = {
       needs[0] ? empty_dense_like(grad_out, grad_out.sym_sizes()) : none(),
       needs[1] ? empty_logsumexp(x) : none()};
-  const Gradients grads = empty_gradients(x, of_operands);
+  const Gradients grads = empty_gradients(x, of_operands(needs));
   std::copy(grads.begin(), grads.end(), gradients.begin() + 2);
   return gradients;
 }

@@ -35,7 +35,7 @@ struct Operands {
   double softcap = 0.0;
   double dropout_p = 0.0;
   std::vector<c10::SymInt> band;  // left, right (-1 = unbounded), query_offset
-  int64_t first_head = 0;         // query's heads are those of a call from this one on
+  int64_t first_head = 0;         // of the call that query's first head is, as dropout counts
 
   /// What there are gradients of; the first of the tensors.
   static constexpr size_t kDifferentiable = 6;
@@ -59,6 +59,17 @@ inline at::ScalarType accumulate_type(const Tensor& x) {
 
 /// Further than every key from every query, yet sums of three of them do not overflow.
 constexpr int64_t kFar = int64_t(1) << 60;
+
+/// (left, right, query_offset) that keep the same pairs, none of them further than 2 kFar. What is
+/// clamped is where a query's first and last key are, for a window may make up for an offset.
+inline std::array<int64_t, 3> clamped_band(int64_t left, int64_t right, int64_t query_offset) {
+  const auto near = [](int64_t x) { return std::clamp(x, -kFar, kFar); };
+  const int64_t offset = near(query_offset);
+  int64_t first = 0, last = 0;
+  if (__builtin_sub_overflow(query_offset, left, &first)) first = -kFar;
+  if (__builtin_add_overflow(query_offset, right, &last)) last = kFar;
+  return {left < 0 ? -1 : offset - near(first), right < 0 ? -1 : near(last) - offset, offset};
+}
 
 /// The factor on the scores. Its default depends on the head dim, which may be symbolic while a
 /// graph is traced: computed no sooner than here, it leaves one graph for all.
@@ -182,6 +193,16 @@ using Jvp = TensorTuple<2>(const Operands&, const Tensor& out, const Tensor& lse
 /// Gradients of <grad_query, grad_grad_query> + .. + <grad_sinks, grad_grad_sinks> with respect to
 /// grad_out, grad_lse and the differentiable operands.
 using NeedsOfSecond = std::array<bool, Operands::kDifferentiable + 2>;
+
+/// Of what is there for grad_out, grad_lse and the differentiable operands, the operands' part.
+template <class T>
+std::array<T, Operands::kDifferentiable> of_operands(
+    const std::array<T, Operands::kDifferentiable + 2>& of_all) {
+  std::array<T, Operands::kDifferentiable> part;
+  std::copy(of_all.begin() + 2, of_all.end(), part.begin());
+  return part;
+}
+
 using BackwardBackward = TensorTuple<8>(
     const Operands&, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
     const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,

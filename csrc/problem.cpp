@@ -2,8 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <limits>
-
 namespace qkv {
 
 namespace {
@@ -23,10 +21,6 @@ kernels::MaskType mask_type(const Tensor& mask) {
     default:
       TORCH_INTERNAL_ASSERT(false, "no kernel reads an attn_mask of ", mask.scalar_type());
   }
-}
-
-int64_t clamped(const c10::SymInt& x) {
-  return std::clamp(x.guard_int(__FILE__, __LINE__), -kFar, kFar);
 }
 
 }  // namespace
@@ -85,8 +79,9 @@ void describe(kernels::Problem<T>& problem, const Operands& x, BatchDimensions& 
   problem = sizes_of<T>(x);
   problem.scale = scale_of(x).to<T>();
   problem.softcap = softcap_of<T>(x);
-  problem.band = {std::max<int64_t>(clamped(x.band[0]), -1),
-                  std::max<int64_t>(clamped(x.band[1]), -1), clamped(x.band[2])};
+  const auto number = [&](size_t i) { return x.band[i].guard_int(__FILE__, __LINE__); };
+  const auto [left, right, query_offset] = clamped_band(number(0), number(1), number(2));
+  problem.band = {left, right, query_offset};
   describe(problem.query, x.query, batch);
   describe(problem.key, x.key, batch);
   describe(problem.value, x.value, batch);

@@ -3,8 +3,8 @@
 #include "operands.h"
 
 // Attention as it is defined (docs/design.md, section 1), in ordinary ATen operations: what
-// runs where there is no fused kernel, and what autograd differentiates
-// where there is no fused derivative. It needs memory for all M x N scores.
+// runs where there is no fused kernel. Derivatives that no kernel computes are in
+// reference_derivatives.cpp. All of it needs memory for all M x N scores.
 
 namespace qkv::reference {
 

@@ -10,8 +10,8 @@ namespace qkv {
 
 namespace {
 
-/// TorchScript merges calls with equal arguments, and computes once those of constants, unless it
-/// must think that they have effects: of operators that are not ATen's it ignores the tag.
+/// TorchScript merges equal calls and computes those of constants once, unless it assumes effects;
+/// of operators that are not ATen's it ignores the tag for nondeterminism.
 c10::FunctionSchema drawing(const char* schema) {
   return torch::schema(schema, c10::AliasAnalysisKind::CONSERVATIVE);
 }

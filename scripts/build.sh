@@ -23,13 +23,13 @@ ninja=$(tool ninja)
 [ -n "$cmake" ] || fail "cmake is missing"
 
 torch_dir=$("$PYTHON" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")
+mkdir -p build
 if [ -n "$ninja" ] && [ ! -e build/CMakeCache.txt ]; then
   options+=(-G Ninja "-DCMAKE_MAKE_PROGRAM=$ninja")
 fi
-"$cmake" -S . -B build "-DQKV_TORCH_DIR=$torch_dir" "${options[@]}" >build-configure.log 2>&1 ||
-  { cat build-configure.log; exit 1; }
-grep -- '-- qkv' build-configure.log || true
-rm -f build-configure.log
+"$cmake" -S . -B build "-DQKV_TORCH_DIR=$torch_dir" "${options[@]}" >build/configure.log 2>&1 ||
+  { cat build/configure.log; exit 1; }
+grep -- '-- qkv' build/configure.log || true
 "$cmake" --build build --parallel "${QKV_JOBS:-$(nproc)}" --target "${targets[@]}"
 
 # Make `import qkv` find this tree from .venv (nothing is installed into another Python).

@@ -8,7 +8,11 @@
 source "$(dirname "$0")/environment.sh"
 
 output=build/gpu_check
-[ "${1:-}" = --output ] && output=$(in_caller "$2")
+case ${1:-} in
+  --output) output=$(in_caller "${2:?--output takes a directory}") ;;
+  "") ;;
+  *) fail "usage: scripts/gpu_check.sh [--output DIR]" ;;
+esac
 mkdir -p "$output"
 exec > >(tee "$output/gpu_check.log") 2>&1
 

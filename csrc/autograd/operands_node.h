@@ -54,7 +54,7 @@ class OperandsNode : public Node {
     band_ = x.band;
   }
   void save(const OptionalTensor& x, bool is_output) { saved_.emplace_back(x, is_output); }
-  /// x without its history and tangent: to have them might close a circle that is never freed.
+  /// x without its history and tangent, which might close a cycle of references.
   void save_constant(const Tensor& x) { save(x.detach(), /*is_output=*/false); }
 
   variable_list apply(variable_list&& grads) override {

@@ -1,7 +1,6 @@
 // _attention_backward on CPU: tensors to Params; parallel loops over splits of the keys, to sum
 // their parts of grad_query, for the mask's gradient and for what heads have one number of.
 
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "checks.h"

@@ -148,10 +148,8 @@ TensorTuple<8> attention_backward_backward(
   const auto real = lse.scalar_type();
   const Tangents along = merging_as(x, cotangents);
   const Tensor incoming = merging_as(out, grad_out);
-  Gradients of_operands;
-  std::copy(results.begin() + 2, results.end(), of_operands.begin());
-  Needs needs_of_operands;
-  std::copy(needs.begin() + 2, needs.end(), needs_of_operands.begin());
+  const Gradients grads = of_operands(results);
+  const Needs needs_of_operands = of_operands(needs);
   Workspace workspace;
   for (const Heads& heads : ranges_of_heads(x, needs_of_operands)) {
     Tensors t;
@@ -169,7 +167,7 @@ TensorTuple<8> attention_backward_backward(
         needs[0] && to_out_t.scalar_type() == real && to_out_t.strides() == t.out.strides();
     t.out_t = in_place ? to_out_t : at::empty_like(t.out);
     t.lse_t = at::empty_like(t.lse);
-    const Gradients to = heads.of(of_operands, t.needs);
+    const Gradients to = heads.of(grads, t.needs);
     t.grads = to;
     // As in the backward: a sum over heads is rounded once.
     if (t.needs[3]) t.grads[3] = writable(to[3], real).zero_();

@@ -1,4 +1,4 @@
-// _attention_forward on CPU: tensors to Params, one parallel loop over tiles.
+// _attention_forward on CPU: tensors to Params, and parallel loops (forward_pass.h).
 
 #include <torch/library.h>
 

@@ -40,9 +40,9 @@ const kernels::ForwardKernels<T>& forward_of_derivatives(bool in_16_bits) {
 }
 
 /// The lse for derivatives, and what rounding took from it. It must come from their scores to the
-/// bit: those of 1e6, summed in another order, differ by 1/8, and the weights exp(S - lse) of a row
-/// would not add up to 1. Where the forward computed other ones, as of few rows or in other
-/// products, lse is computed again.
+/// bit: those of 1e6, summed in another order, differ by 1/16 or more, and the weights exp(S - lse)
+/// of a row would not add up to 1. Where the forward computed other ones, as of few rows or in
+/// other products, lse is computed again.
 template <class T>
 class LseOfDerivatives {
  public:
@@ -64,7 +64,7 @@ class LseOfDerivatives {
     lse_rest_ = params.lse_rest;
   }
 
-  /// Params of a derivative, which may live as long as this then.
+  /// Sets lse in the params of a derivative, which must not outlive this.
   template <class Params>
   void tell(Params& params) const {
     params.lse = lse_;

@@ -15,7 +15,7 @@
 
 namespace qkv::cpu {
 
-/// Where an operand that broadcasts over them has its heads, from the last dimension on.
+/// The dimension, counted from the end, that holds an operand's heads.
 inline int64_t dimension_of_heads(size_t operand) { return operand < 4 ? 3 : 1; }
 
 /// Some neighbouring heads of key and value, with the query's heads that see them.
@@ -33,7 +33,7 @@ class Heads {
   /// Of (batch.., Hq, M), dense.
   Tensor of_scalars(const Tensor& x) const { return of_query_heads(x, 2).contiguous(); }
 
-  /// What became of of_scalars(to), if that is a copy.
+  /// Copies x back into `to`, unless of_scalars(to) was a view.
   void put_scalars(const Tensor& x, const Tensor& to) const {
     const Tensor part = of_query_heads(to, 2);
     if (part.data_ptr() != x.data_ptr()) part.copy_(x);

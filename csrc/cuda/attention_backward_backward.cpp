@@ -104,8 +104,8 @@ TensorTuple<8> attention_backward_backward(
   t.out_t = at::empty_like(t.out);
   t.out_t_rest = at::empty_like(t.out_rest);
   t.lse_t = needs[1] ? results[1] : at::empty_like(t.lse);
-  std::copy(results.begin() + 2, results.end(), t.grads.begin());
-  std::copy(needs.begin() + 2, needs.end(), t.needs.begin());
+  t.grads = of_operands(results);
+  t.needs = of_operands(needs);
   if (t.needs[3]) t.grads[3] = writable(results[5], real);  // summed in memory, rounded once
   const auto run_in =
       real == at::kDouble ? &run_backward_backward<double> : &run_backward_backward<float>;

@@ -10,9 +10,9 @@
 namespace qkv::cuda {
 
 /// The lse, and what rounding took from it, for derivatives, which compute scores tile by tile. It
-/// must come from the same scores to the bit: those of 1e6, summed in another order, differ by 1/8,
-/// and the weights exp(S - lse) of a row would not add up to 1. The forward of few rows computed
-/// other ones; lse is computed again then.
+/// must come from the same scores to the bit: those of 1e6, summed in another order, differ by 1/16
+/// or more, and the weights exp(S - lse) of a row would not add up to 1. The forward of few rows
+/// computed other ones; lse is computed again then.
 template <class T>
 class LseOfTiles {
  public:

@@ -123,7 +123,8 @@ struct BackwardParams {
   Operand<T> grad_key;
   Operand<T> grad_value;
   // The keys are cut into `splits` ranges that are worked on independently; each leaves its share
-  // of grad_query in partial[head in this wave][split][row][D], summed afterwards in order.
+  // of grad_query in partial_grad_query, [head in this wave][split][row tile][D][row], summed
+  // afterwards in order.
   int64_t splits;
   T* partial_grad_query;  // nullptr when splits == 1
   // Each row's share of the gradient of its head's slope, [split][B][Hq][M], or nullptr.

@@ -28,10 +28,8 @@ TensorTuple<8> attention_backward_backward(
     return std::tuple_cat(call(
         x, [](const auto& t) { return t; }, cotangents));
   }
-  Needs of_operands;
-  std::copy(needs.begin() + 2, needs.end(), of_operands.begin());
   auto grads = call(
-      level.unwrap(x, of_operands), [&](const auto& t) { return level.in_front(t); },
+      level.unwrap(x, of_operands(needs)), [&](const auto& t) { return level.in_front(t); },
       level.unwrap(x, cotangents));
   const auto inputs = x.tensors();
   for (size_t i = 0; i < grads.size(); ++i) {

@@ -5,6 +5,7 @@ from os import PathLike
 from typing import Any, Dict
 
 import torch
+from torch import Tensor
 
 
 def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
@@ -21,14 +22,16 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
     ``torch::save`` in C++, or of ``torch.jit.save``.
 
     Raises:
-        RuntimeError: if names or shapes differ, or if the module is on meta; nothing has been
-            changed then.
+        RuntimeError: if the file holds no dict of tensors, if names or shapes differ, or if the
+            module is on meta; nothing has been changed then.
         pickle.UnpicklingError: if the file holds anything else than tensors.
     """
     if _is_script_archive(path):
         state = torch.jit.load(path, map_location="cpu").state_dict()
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise RuntimeError(f"qkv.nn.load_state_dict: {path} holds no dict of tensors")
     _check_fits(module, state, path)
     module.load_state_dict(state)
 

@@ -340,6 +340,24 @@ def test_window_far_beyond_the_keys():
     assert (qkv.attention(query, key, value, is_causal=True, query_offset=-far) == 0).all()
 
 
+@pytest.mark.parametrize("far", [2**60, 2**61, 2**62, 2**63 - 1])
+def test_a_window_may_make_up_for_a_far_offset(far):
+    """The kept keys are those of the window beside them, for kernels and for formulas."""
+    query, key, value = tensors(torch.float32)
+    for window, query_offset, near in (
+        ((far, 0), far, (0, -1)),
+        ((far, -1), far - 2, (2, -1)),
+        ((-1, far), -far, (-1, 0)),
+        ((far, far), -far, (-1, 0)),
+        ((far, 0), far // 2, (-1, -1)),
+    ):
+        options = {"window": window, "query_offset": query_offset}
+        found = qkv.attention(query, key, value, **options)
+        assert torch.equal(found, qkv.attention(query, key, value, window=near))
+        found = qkv.attention_weights(query, key, **options)
+        assert torch.equal(found, qkv.attention_weights(query, key, window=near))
+
+
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 4, 40])
 @pytest.mark.parametrize("keys", [8, 2100])

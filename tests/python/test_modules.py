@@ -310,6 +310,13 @@ def test_a_saved_cache_holds_what_is_cached_only():
     assert qkv.nn.KVCache(3).cached() == (None, None)
 
 
+@pytest.mark.parametrize("content", [torch.ones(2), {"w_q.weight": 1}], ids=["tensor", "numbers"])
+def test_load_state_dict_names_a_file_of_something_else(content, tmp_path):
+    torch.save(content, tmp_path / "file")
+    with pytest.raises(RuntimeError, match="^qkv.nn.load_state_dict: .*file holds no dict of tens"):
+        qkv.nn.load_state_dict(qkv.nn.SelfAttention(4, 4), tmp_path / "file")
+
+
 def test_load_state_dict_changes_all_or_nothing(tmp_path):
     other = qkv.nn.MultiheadAttention(8, 2)
     before = {name: x.clone() for name, x in other.state_dict().items()}
