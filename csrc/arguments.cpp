@@ -120,6 +120,7 @@ std::vector<SymInt> band_of(const Arguments& a) {
     const auto band = clamped_band(*l, *r, *o);
     return {band.begin(), band.end()};
   }
+  if (o) offset = std::clamp(*o, -kFar, kFar);
   return {std::move(left), std::move(right), std::move(offset)};
 }
 

@@ -35,7 +35,7 @@ struct Operands {
   double softcap = 0.0;
   double dropout_p = 0.0;
   std::vector<c10::SymInt> band;  // left, right (-1 = unbounded), query_offset
-  int64_t first_head = 0;         // of the call that query's first head is, as dropout counts
+  int64_t first_head = 0;         // index of query's first head in the whole call
 
   /// What there are gradients of; the first of the tensors.
   static constexpr size_t kDifferentiable = 6;

@@ -118,7 +118,7 @@ def _attention_forward(
     # The largest score or sink adds 1 to total, so this changes only the 0 / 0 of such a row.
     output = _product(op, weights, as_real(value), grouped) / op.Max(total, number(1.0))
     logsumexp = op.Squeeze(op.Log(total) + largest, [-1])
-    # The last two are for derivatives, which are not exported: placeholders.
+    # Nothing that is exported reads the last two, which are for derivatives.
     return op.CastLike(output, query), logsumexp, op.Identity(logsumexp), op.Identity(logsumexp)
 
 

@@ -142,10 +142,12 @@ def dynamic_shapes(x) -> None:
     _one_graph_for(lambda tensors: x(**tensors), [((t,), x.expected(**t)) for t in calls])
 
 
-#: Which dimension is selected from, of batch elements, of rows and of keys.
+WITH_HEADS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
+#: Which dimension is selected from, of batch elements, of heads, of rows and of keys.
 SELECTED = [
     {"query": 0, "key": 0, "value": 0, "alibi_slopes": 0, "key_mask": 0},
     {"query": 0, "alibi_slopes": 0, "key_mask": 0},  # by a batch that shares key and value
+    {n: -1 if n in ("alibi_slopes", "sinks") else -3 for n in WITH_HEADS},
     {"query": -2, "attn_mask": -2},
     {"key": -2, "value": -2, "attn_mask": -1, "key_mask": -1},
 ]
@@ -170,9 +172,10 @@ def _one_graph_for_all_selected(x: Operator, dims: dict[str, int], tensors: Tens
 
 
 def sizes_of_data(x: Operator) -> None:
-    """As many batch elements, rows or keys as a mask selects, which no graph knows before it runs."""
+    """As many batch elements, heads, rows or keys as a mask selects, which no graph knows before it runs."""
     for dims in SELECTED:
-        tensors = x.tensors(batch=(6,), sizes=(4, 2, 7, 5, 2, 3))
+        kv_heads = 4 if "sinks" in dims else 2  # of one number if they are selected
+        tensors = x.tensors(batch=(6,), sizes=(4, kv_heads, 7, 5, 2, 3))
         if "key" not in dims and dims["query"] == 0:
             tensors |= {n: tensors[n][:1] for n in ("key", "value")}
         torch._dynamo.reset()

@@ -198,19 +198,6 @@ def test_meta_has_the_strides_of_the_real_kernel(entry):
         assert r.shape == m.shape and r.stride() == m.stride() and r.dtype == m.dtype
 
 
-@pytest.mark.parametrize("unknown", ["batch", "heads", "rows"])
-def test_a_graph_compiles_of_sizes_that_nobody_knows(unknown):
-    def f(x, kept):
-        dim = ["batch", "heads", "rows"].index(unknown)
-        x = x.index_select(dim, kept.nonzero().squeeze(1))
-        return qkv.attention(x, x, x, is_causal=True)
-
-    x, kept = torch.randn(4, 4, 4, 8), torch.tensor([True, False, True, True])
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x, kept), f(x, kept))
-
-
 def test_what_is_computed_from_sizes_is_a_constant_of_a_trace_which_warns():
     def f(q, k):
         offset = k.shape[-2] - q.shape[-2]
