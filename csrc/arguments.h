@@ -1,7 +1,7 @@
 #pragma once
 
 #include <ATen/ops/_unsafe_view.h>
-#include <c10/util/OptionalArrayRef.h>
+#include <qkv/attention.h>
 
 #include <optional>
 #include <string>
@@ -28,6 +28,10 @@ struct Arguments {
   OptionalTensor sinks;
   OptionalTensor key_mask;
 };
+
+/// Those of a call from C++.
+Arguments as_arguments(const Tensor& query, const Tensor& key, const OptionalTensor& value,
+                       const AttentionOptions& options);
 
 /// A call that has passed every check, with every default filled in but the scale's.
 struct Call {

@@ -79,26 +79,6 @@ QKV_REGISTER_COMPOSITE(CompositeImplicitAutograd)
 QKV_REGISTER_COMPOSITE(FuncTorchBatchedDecomposition)
 QKV_REGISTER_COMPOSITE(FuncTorchVmapMode)
 
-Arguments as_arguments(const Tensor& query, const Tensor& key, const OptionalTensor& value,
-                       const AttentionOptions& options) {
-  Arguments a;
-  a.query = query;
-  a.key = key;
-  a.value = value;
-  a.attn_mask = options.attn_mask();
-  a.dropout_p = options.dropout_p();
-  a.is_causal = options.is_causal();
-  a.scale = options.scale();
-  a.enable_gqa = options.enable_gqa();
-  if (options.window()) a.window = {options.window()->first, options.window()->second};
-  if (options.query_offset()) a.query_offset = *options.query_offset();
-  a.softcap = options.softcap();
-  a.alibi_slopes = options.alibi_slopes();
-  a.sinks = options.sinks();
-  a.key_mask = options.key_mask();
-  return a;
-}
-
 }  // namespace
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value,

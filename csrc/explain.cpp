@@ -12,9 +12,9 @@ namespace {
 std::string kernel_name(const Call& call) {
   if (!call.unfused_reason.empty()) return "unfused reference: " + call.unfused_reason;
   const Tensor& query = call.operands.query;
-  const auto* isa = query.is_cuda() ? "simt" : cpu::kernel_table().isa;
-  return c10::str("fused ", query.is_cuda() ? "cuda " : "cpu ", dtype_name(query.scalar_type()),
-                  ' ', isa);
+  const auto name = c10::str("fused ", query.device().type(), ' ', dtype_name(query.scalar_type()));
+  if (query.is_cuda()) return name + " simt";
+  return query.is_cpu() ? name + ' ' + cpu::kernel_table().isa : name;
 }
 
 /// What CPU kernels multiply for operands in 16 bits: their type where the processor can and sums

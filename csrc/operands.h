@@ -40,6 +40,8 @@ struct Operands {
   /// What there are gradients of; the first of the tensors.
   static constexpr size_t kDifferentiable = 6;
   static constexpr size_t kTensors = 8;
+  /// How many dimensions each has after its batch. The first of those is its heads, or keys.
+  static constexpr int64_t kInnerRanks[kTensors] = {3, 3, 3, 3, 1, 1, 1, 0};
 
   std::array<OptionalTensor, kTensors> tensors() const {
     return {query, key, value, attn_mask, alibi_slopes, sinks, key_mask, dropout_seed};

@@ -135,10 +135,9 @@ void check_batch_dimensions(const char* op, const Operands& x) {
   if (x.query.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;  // when it is run
   BatchDimensions batch(x.query.sizes().slice(0, rank), op);
   int64_t strides[kernels::kMaxBatchRank];
-  constexpr int64_t kInnerRanks[Operands::kTensors] = {3, 3, 3, 3, 1, 1, 1, 0};
   const auto tensors = x.tensors();
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i]) batch.add(*tensors[i], kInnerRanks[i], strides);
+    if (tensors[i]) batch.add(*tensors[i], Operands::kInnerRanks[i], strides);
   }
   kernels::Problem<float> problem;
   batch.complete(problem);

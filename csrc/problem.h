@@ -91,7 +91,8 @@ inline Tensor merging_as(const Tensor& like, const Tensor& x, int64_t inner_rank
 inline Tangents merging_as(const Operands& like, Tangents tangents) {
   const auto operands = like.tensors();
   for (size_t i = 0; i < tangents.size(); ++i) {
-    if (tangents[i]) tangents[i] = merging_as(*operands[i], *tangents[i], i < 4 ? 3 : 1);
+    if (!tangents[i]) continue;
+    tangents[i] = merging_as(*operands[i], *tangents[i], Operands::kInnerRanks[i]);
   }
   return tangents;
 }

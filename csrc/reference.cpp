@@ -105,13 +105,18 @@ double softcap_of(const Operands& x) {
                                                  : qkv::softcap_of<float>(x);
 }
 
-Tensor capped_products(const Operands& x) {
+namespace {
+Tensor products_of(const Operands& x) {
   const auto real = accumulate_type(x.query);
   const Tensor key = for_query_heads(x.key, x).to(real);
-  const Tensor products =
-      product_of_rows_and_columns(x.query.to(real) * scale_of(x), key.transpose(-2, -1));
-  const double softcap = softcap_of(x);
-  return softcap == 0.0 ? products : at::tanh(products / softcap) * softcap;
+  return product_of_rows_and_columns(x.query.to(real) * scale_of(x), key.transpose(-2, -1));
+}
+}  // namespace
+
+Tensor tanh_of_softcap(const Operands& x) { return at::tanh(products_of(x) / softcap_of(x)); }
+
+Tensor capped_products(const Operands& x) {
+  return x.softcap == 0.0 ? products_of(x) : tanh_of_softcap(x) * softcap_of(x);
 }
 
 Softmax softmax(const Operands& x) {

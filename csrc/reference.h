@@ -32,6 +32,9 @@ Tensor product_of_kept(const Tensor& weights, const Tensor& keep, const Tensor& 
 /// The softcap in the numbers that sums are taken in.
 double softcap_of(const Operands& x);
 
+/// tanh(scale · query keyᵀ / softcap), which is softcap(..) / softcap, (batch.., Hq, M, N).
+Tensor tanh_of_softcap(const Operands& x);
+
 /// softcap(scale · query keyᵀ), (batch.., Hq, M, N).
 Tensor capped_products(const Operands& x);
 

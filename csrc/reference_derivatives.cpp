@@ -35,10 +35,9 @@ struct Recomputed {
     // Of the weights' full shape: product_of_kept needs its transpose as well.
     softmax.keep = softmax.keep.expand_symint(softmax.weights.sym_sizes());
     if (x.softcap != 0.0) {
-      const double softcap = reference::softcap_of(x);
-      const Tensor t = (reference::capped_products(x) / softcap).where(softmax.keep, 0.0);
+      const Tensor t = reference::tanh_of_softcap(x).where(softmax.keep, 0.0);
       cap_slope = 1.0 - t * t;
-      cap_curvature = t * cap_slope * -2.0 / softcap;
+      cap_curvature = t * cap_slope * -2.0 / reference::softcap_of(x);
     }
     factors = reference::dropout_factors(x);
   }

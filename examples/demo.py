@@ -1,4 +1,4 @@
-"""The main job, end to end: what scripts/demo.sh runs after building. See --help."""
+"""The library at work, end to end: what scripts/demo.sh runs after building. See --help."""
 
 import argparse
 import json

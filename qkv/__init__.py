@@ -11,7 +11,7 @@ library_path = _library.load()
 #: For CMake, in an installed package: ``-DCMAKE_PREFIX_PATH=...`` finds ``find_package(qkv)``.
 cmake_prefix_path = library_path.parent.parent
 
-from qkv import nn, onnx, plots  # noqa: E402  (nn needs the library)
+from qkv import flops, nn, onnx, plots  # noqa: E402  (nn needs the library)
 from qkv.functional import (  # noqa: E402
     attention,
     attention_weights,
@@ -27,6 +27,7 @@ __all__ = [
     "attention_with_lse",
     "cmake_prefix_path",
     "explain",
+    "flops",
     "library_path",
     "nn",
     "onnx",

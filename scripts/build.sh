@@ -20,7 +20,7 @@ done
 [ -x "$PYTHON" ] || fail "$PYTHON does not exist; run scripts/setup.sh first"
 cmake=$(tool cmake)
 ninja=$(tool ninja)
-[ -n "$cmake" ] || fail "cmake is missing"
+[ -n "$cmake" ] || fail "cmake is missing; scripts/setup.sh installs it"
 
 torch_dir=$("$PYTHON" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")
 mkdir -p build

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job: worked examples, a language model trained in C++ and exported, speed.
+# Shows the library at work: worked examples, a language model trained in C++ and exported, speed.
 #
 #   scripts/demo.sh [--text FILE..] [--minutes N] [--output DIR]
 source "$(dirname "$0")/environment.sh"

@@ -26,7 +26,7 @@ python_in_caller() {
   PYTHONPATH=$root exec "$PYTHON" "$root/$1" "${@:2}"
 }
 
-# Prefer the tools that come with that Python.
+# The path of a program, nothing if there is none. Those that come with that Python come first.
 tool() {
   local beside
   beside=$(dirname "$PYTHON")/$1

@@ -2,6 +2,7 @@
 // formulas, which have memory for all scores. This is done only when such a derivative is asked
 // for; that it might be, as always under torch.func, costs nothing.
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/alias.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>

@@ -15,9 +15,6 @@
 
 namespace qkv::cpu {
 
-/// The dimension, counted from the end, that holds an operand's heads.
-inline int64_t dimension_of_heads(size_t operand) { return operand < 4 ? 3 : 1; }
-
 /// Some neighbouring heads of key and value, with the query's heads that see them.
 class Heads {
  public:
@@ -64,11 +61,11 @@ class Heads {
   Tensor of_operand(size_t i, const Tensor& x) const {
     const bool of_keys = i == 1 || i == 2;
     if (of_keys) return all_ ? x : x.narrow(-3, first_, count_);
-    return of_query_heads(x, dimension_of_heads(i));
+    return of_query_heads(x, Operands::kInnerRanks[i]);
   }
 
  private:
-  /// Unless it is broadcast over them.
+  /// Unless it is broadcast over them. `dimension`, counted from the end, has the heads.
   Tensor of_query_heads(const Tensor& x, int64_t dimension) const {
     if (all_ || x.dim() < dimension || x.size(-dimension) == 1) return x;
     return x.narrow(-dimension, first_ * group_, count_ * group_);
@@ -91,7 +88,7 @@ class Heads {
 inline bool sums_over_heads(const Operands& x, const Needs& needs) {
   const auto tensors = x.tensors();
   for (size_t i = 3; i < needs.size(); ++i) {
-    const int64_t dimension = dimension_of_heads(i);
+    const int64_t dimension = Operands::kInnerRanks[i];
     if (needs[i] && (tensors[i]->dim() < dimension || tensors[i]->size(-dimension) == 1)) {
       return true;
     }

@@ -1,7 +1,7 @@
 // Trains the language model, or samples from one.
 //
 //   language_model check  --text FILE..
-//   language_model train  --text FILE.. --output DIR [--minutes N] [--resume]
+//   language_model train  --text FILE.. --output DIR [--minutes N | --steps N] [--resume]
 //   language_model sample --output DIR --prompt TEXT [--length N]
 //
 // With --json, training reports one JSON object a line on stdout, for a program to show.
@@ -52,7 +52,11 @@ int main(int argc, char** argv) {
   for (CLI::App* command : {checking, training}) {
     command->add_option("--text", files, "files to train on")->required();
   }
-  training->add_option("--minutes", options.minutes, "how long")->check(CLI::PositiveNumber);
+  CLI::Option* minutes = training->add_option("--minutes", options.minutes, "how long");
+  minutes->check(CLI::PositiveNumber);
+  training->add_option("--steps", options.steps, "how long, in steps")
+      ->check(CLI::PositiveNumber)
+      ->excludes(minutes);
   training->add_flag("--resume", options.resume, "begin with the checkpoint in --output");
   training->add_option("--batch", options.batch, "windows a step")->check(CLI::PositiveNumber);
   training->add_option("--learning-rate", options.learning_rate, "highest learning rate");

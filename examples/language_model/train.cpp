@@ -21,7 +21,7 @@ torch::Tensor loss_of(LanguageModel& model,
   return torch::cross_entropy_loss(logits.flatten(0, 1), windows.second.flatten());
 }
 
-/// Warms up over the first twentieth of the time, then falls to a tenth along a cosine.
+/// Warms up over the first twentieth of the training, then falls to a tenth along a cosine.
 double learning_rate_at(double done, double highest) {
   constexpr double kWarmup = 0.05;
   if (done < kWarmup) return highest * std::max(done / kWarmup, 0.02);
@@ -80,7 +80,8 @@ Progress train(LanguageModel& model, const Text& text, const TrainingOptions& op
     const double now = seconds_since(start);
     const double value = loss.item<double>();
     progress.loss = std::isnan(progress.loss) ? value : 0.95 * progress.loss + 0.05 * value;
-    progress.done = std::min(now / seconds, 1.0);
+    progress.done = options.steps > 0 ? static_cast<double>(progress.step) / options.steps
+                                      : std::min(now / seconds, 1.0);
     progress.tokens_per_second = static_cast<double>(progress.step * options.batch * context) / now;
     if (now - saved > 10.0 || progress.done >= 1.0) {
       progress.validation_loss = validation_loss(model, text);

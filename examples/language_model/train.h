@@ -11,6 +11,7 @@ namespace language_model {
 struct TrainingOptions {
   std::string output = ".";  // directory of the checkpoint
   double minutes = 2.0;
+  int64_t steps = 0;    // instead of minutes, unless 0: the same on every machine
   bool resume = false;  // from the checkpoint in `output`
   int64_t batch = 4;    // small: in minutes on a CPU, steps count for more than their size
   double learning_rate = 3e-3;
@@ -19,7 +20,7 @@ struct TrainingOptions {
 /// How training stands.
 struct Progress {
   int64_t step;
-  double done;             // share of the time, 0 to 1
+  double done;             // share of the time or steps, 0 to 1
   double loss;             // nats a byte, mean over the last steps
   double validation_loss;  // when it was last measured
   double tokens_per_second;
@@ -28,9 +29,9 @@ struct Progress {
 /// Mean loss (nats a byte) over the validation text.
 double validation_loss(LanguageModel& model, const Text& text);
 
-/// Trains for the time given and writes the checkpoint, then and every ten seconds, so that an
-/// interrupted training can be resumed: with its weights and its optimizer, while time and learning
-/// rate begin anew. Calls `report` about once a second.
+/// Trains for the time or steps given and writes the checkpoint, then and every ten seconds, so
+/// that an interrupted training can be resumed: with its weights and its optimizer, while time,
+/// steps and learning rate begin anew. Calls `report` about once a second.
 Progress train(LanguageModel& model, const Text& text, const TrainingOptions& options,
                const std::function<void(const Progress&)>& report);
 

@@ -81,6 +81,7 @@ class QKV_API KVCache : public torch::CustomClassHolder {
 struct ScaledDotProductAttentionOptions {
   /// 1/sqrt(D) by default. 1 is plain dot-product attention.
   TORCH_ARG(std::optional<double>, scale) = std::nullopt;
+  /// Probability of setting a weight to zero, in training.
   TORCH_ARG(double, dropout) = 0.0;
   /// Query i attends to keys j <= i only.
   TORCH_ARG(bool, causal) = false;
@@ -130,8 +131,11 @@ struct SelfAttentionOptions {
   TORCH_ARG(int64_t, d_out);
   /// Width of values, hence of the output.
   TORCH_ARG(std::optional<int64_t>, d_v) = std::nullopt;
+  /// Whether the three projections have one.
   TORCH_ARG(bool, bias) = false;
+  /// Query i attends to keys j <= i only.
   TORCH_ARG(bool, causal) = false;
+  /// Probability of setting a weight to zero, in training.
   TORCH_ARG(double, dropout) = 0.0;
   /// 1/sqrt(d_out) by default.
   TORCH_ARG(std::optional<double>, scale) = std::nullopt;
@@ -185,8 +189,11 @@ struct MultiheadAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, num_kv_heads) = std::nullopt;
   /// Width of a head; embed_dim / num_heads by default.
   TORCH_ARG(std::optional<int64_t>, head_dim) = std::nullopt;
+  /// Whether the four projections have one.
   TORCH_ARG(bool, bias) = true;
+  /// Probability of setting a weight to zero, in training.
   TORCH_ARG(double, dropout) = 0.0;
+  /// Query i attends to keys j <= i only; after a cache, to those and the cached ones.
   TORCH_ARG(bool, causal) = false;
 
  public:

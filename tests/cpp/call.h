@@ -9,23 +9,7 @@ namespace samples {
 
 /// A checked call, its seed drawn.
 inline qkv::Call call_of(const Sample& s) {
-  const auto& o = s.options;
-  qkv::Arguments a;
-  a.query = s.query;
-  a.key = s.key;
-  a.value = s.value;
-  a.attn_mask = o.attn_mask();
-  a.dropout_p = o.dropout_p();
-  a.is_causal = o.is_causal();
-  a.scale = o.scale();
-  a.enable_gqa = o.enable_gqa();
-  if (o.window()) a.window = {o.window()->first, o.window()->second};
-  if (o.query_offset()) a.query_offset = *o.query_offset();
-  a.softcap = o.softcap();
-  a.alibi_slopes = o.alibi_slopes();
-  a.sinks = o.sinks();
-  a.key_mask = o.key_mask();
-  qkv::Call call = qkv::checked_call("test", a);
+  qkv::Call call = qkv::checked_call("test", qkv::as_arguments(s.query, s.key, s.value, s.options));
   qkv::Operands& x = call.operands;
   torch::manual_seed(1);
   if (x.dropout_p > 0.0) {

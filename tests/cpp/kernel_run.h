@@ -88,123 +88,11 @@ class KernelRun {
   KernelRun(const CpuKernelTable& table, const Shape& shape, int64_t splits,
             const OfHalf& of_half = {})
       : kernels_(kernels_of<T>(table)), s_(shape) {
-    std::mt19937 random(7);
-    std::normal_distribution<double> normal;
-    const auto fill = [&](std::vector<T>& x, int64_t size) {
-      x.resize(size);
-      for (T& number : x) number = static_cast<T>(normal(random));
-    };
-    fill(q_, s_.heads * s_.queries * s_.head_dim);
-    fill(k_, s_.kv_heads * s_.keys * s_.head_dim);
-    fill(v_, s_.kv_heads * s_.keys * s_.value_dim);
-    fill(g_, s_.heads * s_.queries * s_.value_dim);
-    fill(slopes_, s_.heads);
-    fill(sinks_, s_.heads);
-    for (T& slope : slopes_) slope = std::abs(slope) / 16;
-    fill(q_t_, q_.size());
-    fill(k_t_, k_.size());
-    fill(v_t_, v_.size());
-    fill(slopes_t_, s_.heads);
-    fill(sinks_t_, s_.heads);
-    for (T& slope : slopes_t_) slope /= 16;
-    out_.resize(g_.size());
-    lse_.resize(s_.heads * s_.queries);
-    lse_rest_.resize(lse_.size());
-    dq_.resize(q_.size());
-    dk_.resize(k_.size());
-    dv_.resize(v_.size());
-
-    Problem<T> p{};
-    p.batch = 1;
-    p.query_heads = s_.heads;
-    p.kv_heads = s_.kv_heads;
-    p.queries = s_.queries;
-    p.keys = s_.keys;
-    p.head_dim = s_.head_dim;
-    p.value_dim = s_.value_dim;
-    p.scale = T(s_.scale);
-    p.band = s_.band;
-    p.query = operand<const T>(q_.data(), s_.queries, s_.head_dim);
-    p.key = operand<const T>(k_.data(), s_.keys, s_.head_dim);
-    p.value = operand<const T>(v_.data(), s_.keys, s_.value_dim);
-    if (s_.keys_far_apart) p.key = far_apart(k_, s_.head_dim, far_k_);
-    if (s_.values_far_apart) p.value = far_apart(v_, s_.value_dim, far_v_);
-    if (s_.has_softcap()) p.softcap = T(kSoftcap);
-    if (s_.drops) {
-      p.dropout.threshold = 1 << 14;
-      p.dropout.seed = &kSeed;
-    }
-    if (s_.options) {
-      p.alibi_slopes.data = slopes_.data();
-      p.alibi_slopes.head_stride = 1;
-      p.sinks.data = sinks_.data();
-      p.sinks.head_stride = 1;
-    }
-
-    const ForwardKernels<T>* forward_kernels = &kernels_;
-    ForwardParams<T> forward{};
-    if constexpr (sizeof(T) == 4) {
-      if (of_half.forward != nullptr || of_half.backward != nullptr) {
-        const auto half_of = of_half.storage == Storage::kFloat16 ? float16_of : bfloat16_of;
-        const auto store = [half_of](std::vector<T>& from, std::vector<uint16_t>& to) {
-          for (T& x : from) to.push_back(half_of(x));
-        };
-        store(q_, q16_);
-        store(k_, k16_);
-        store(v_, v16_);
-        store(g_, g16_);
-        store(q_t_, q_t16_);
-        store(k_t_, k_t16_);
-        store(v_t_, v_t16_);
-        if (s_.has_nan) {
-          const int64_t first = (s_.queries + s_.band.offset) * s_.value_dim;
-          std::fill_n(v16_.begin() + first, 4 * s_.value_dim, uint16_t{0x7e00});
-        }
-      }
-      if (of_half.forward != nullptr && of_half.forward->takes(p)) {
-        forward_kernels = of_half.forward;
-        p.query.data = reinterpret_cast<const T*>(q16_.data());
-        p.key.data = reinterpret_cast<const T*>(k16_.data());
-        p.value.data = reinterpret_cast<const T*>(v16_.data());
-        p.key_value_storage = of_half.storage;
-      }
-    }
-    forward.problem = p;
-    forward.out = operand<T>(out_.data(), s_.queries, s_.value_dim);
-    forward.lse = lse_.data();
-    forward.lse_rest = lse_rest_.data();
-    run_forward(*forward_kernels, forward, 1);
-    {  // tiles that take turns leave the same bits
-      const auto out = out_, lse = lse_;
-      out_.assign(out.size(), std::numeric_limits<T>::quiet_NaN());
-      lse_.assign(lse.size(), std::numeric_limits<T>::quiet_NaN());
-      run_forward(*forward_kernels, forward, s_.keys_far_apart ? 8 : 3);
-      EXPECT_EQ(0, std::memcmp(out.data(), out_.data(), out.size() * sizeof(T)));
-      EXPECT_EQ(0, std::memcmp(lse.data(), lse_.data(), lse.size() * sizeof(T)));
-    }
-    p.query.data = q_.data();
-    p.key.data = s_.keys_far_apart ? far_k_.data() : k_.data();
-    p.value.data = s_.values_far_apart ? far_v_.data() : v_.data();
-    p.key_value_storage = Storage::kSame;
-
-    BackwardParams<T> backward{};
-    backward.problem = p;
-    backward.grad_out = operand<const T>(g_.data(), s_.queries, s_.value_dim);
-    backward.out = operand<const T>(out_.data(), s_.queries, s_.value_dim);
-    backward.lse = lse_.data();
-    backward.lse_rest = lse_rest_.data();
-    results_go_to(backward, dq_, dk_, dv_);
-    backward.splits = splits;
-    const auto partial =
-        memory(s_.kv_heads * kernels_.partial_grad_query_size(backward) * sizeof(T));
-    backward.partial_grad_query = static_cast<T*>(partial.get());
-    run_splits(backward, splits, kernels_.backward_row_tiles(p),
-               kernels_.backward_scratch_bytes(backward), kernels_.backward,
-               kernels_.sum_grad_query);
-    run_tangents(kernels_, backward);
-    if constexpr (sizeof(T) == 4) {
-      if (of_half.backward != nullptr) run_in_bfloat16(of_half, backward);
-    }
+    draw_numbers();
+    if (of_half.forward != nullptr || of_half.backward != nullptr) store_in_16_bits(of_half);
+    const Problem<T> p = problem();
+    run_forward_twice(of_half, p);
+    run_backward(of_half, p, splits);
   }
 
   const std::vector<T>& outputs() const { return out_; }
@@ -349,6 +237,138 @@ class KernelRun {
     return operand<const T>(memory.data(), s_.keys, row);
   }
 
+  void draw_numbers() {
+    std::mt19937 random(7);
+    std::normal_distribution<double> normal;
+    const auto fill = [&](std::vector<T>& x, int64_t size) {
+      x.resize(size);
+      for (T& number : x) number = static_cast<T>(normal(random));
+    };
+    fill(q_, s_.heads * s_.queries * s_.head_dim);
+    fill(k_, s_.kv_heads * s_.keys * s_.head_dim);
+    fill(v_, s_.kv_heads * s_.keys * s_.value_dim);
+    fill(g_, s_.heads * s_.queries * s_.value_dim);
+    fill(slopes_, s_.heads);
+    fill(sinks_, s_.heads);
+    for (T& slope : slopes_) slope = std::abs(slope) / 16;
+    fill(q_t_, q_.size());
+    fill(k_t_, k_.size());
+    fill(v_t_, v_.size());
+    fill(slopes_t_, s_.heads);
+    fill(sinks_t_, s_.heads);
+    for (T& slope : slopes_t_) slope /= 16;
+    out_.resize(g_.size());
+    lse_.resize(s_.heads * s_.queries);
+    lse_rest_.resize(lse_.size());
+    dq_.resize(q_.size());
+    dk_.resize(k_.size());
+    dv_.resize(v_.size());
+  }
+
+  /// The numbers cut off to what 16 bits hold, and those bits.
+  void store_in_16_bits(const OfHalf& of_half) {
+    if constexpr (sizeof(T) == 4) {
+      const auto half_of = of_half.storage == Storage::kFloat16 ? float16_of : bfloat16_of;
+      const auto store = [half_of](std::vector<T>& from, std::vector<uint16_t>& to) {
+        for (T& x : from) to.push_back(half_of(x));
+      };
+      store(q_, q16_);
+      store(k_, k16_);
+      store(v_, v16_);
+      store(g_, g16_);
+      store(q_t_, q_t16_);
+      store(k_t_, k_t16_);
+      store(v_t_, v_t16_);
+      if (s_.has_nan) {
+        const int64_t first = (s_.queries + s_.band.offset) * s_.value_dim;
+        std::fill_n(v16_.begin() + first, 4 * s_.value_dim, uint16_t{0x7e00});
+      }
+    }
+  }
+
+  Problem<T> problem() {
+    Problem<T> p{};
+    p.batch = 1;
+    p.query_heads = s_.heads;
+    p.kv_heads = s_.kv_heads;
+    p.queries = s_.queries;
+    p.keys = s_.keys;
+    p.head_dim = s_.head_dim;
+    p.value_dim = s_.value_dim;
+    p.scale = T(s_.scale);
+    p.band = s_.band;
+    p.query = operand<const T>(q_.data(), s_.queries, s_.head_dim);
+    p.key = operand<const T>(k_.data(), s_.keys, s_.head_dim);
+    p.value = operand<const T>(v_.data(), s_.keys, s_.value_dim);
+    if (s_.keys_far_apart) p.key = far_apart(k_, s_.head_dim, far_k_);
+    if (s_.values_far_apart) p.value = far_apart(v_, s_.value_dim, far_v_);
+    if (s_.has_softcap()) p.softcap = T(kSoftcap);
+    if (s_.drops) {
+      p.dropout.threshold = 1 << 14;
+      p.dropout.seed = &kSeed;
+    }
+    if (s_.options) {
+      p.alibi_slopes.data = slopes_.data();
+      p.alibi_slopes.head_stride = 1;
+      p.sinks.data = sinks_.data();
+      p.sinks.head_stride = 1;
+    }
+    return p;
+  }
+
+  /// Tiles that take turns leave the same bits.
+  void run_forward_twice(const OfHalf& of_half, const Problem<T>& p) {
+    const ForwardKernels<T>* kernels = &kernels_;
+    ForwardParams<T> forward{};
+    forward.problem = p;
+    if constexpr (sizeof(T) == 4) {
+      if (of_half.forward != nullptr && of_half.forward->takes(p)) {
+        kernels = of_half.forward;
+        read_in_16_bits(forward.problem, of_half.storage);
+      }
+    }
+    forward.out = operand<T>(out_.data(), s_.queries, s_.value_dim);
+    forward.lse = lse_.data();
+    forward.lse_rest = lse_rest_.data();
+    run_forward(*kernels, forward, 1);
+    const auto out = out_, lse = lse_;
+    out_.assign(out.size(), std::numeric_limits<T>::quiet_NaN());
+    lse_.assign(lse.size(), std::numeric_limits<T>::quiet_NaN());
+    run_forward(*kernels, forward, s_.keys_far_apart ? 8 : 3);
+    EXPECT_EQ(0, std::memcmp(out.data(), out_.data(), out.size() * sizeof(T)));
+    EXPECT_EQ(0, std::memcmp(lse.data(), lse_.data(), lse.size() * sizeof(T)));
+  }
+
+  /// The backward and the tangents, in numbers and then, perhaps, in 16 bits.
+  void run_backward(const OfHalf& of_half, const Problem<T>& p, int64_t splits) {
+    BackwardParams<T> backward{};
+    backward.problem = p;
+    backward.grad_out = operand<const T>(g_.data(), s_.queries, s_.value_dim);
+    backward.out = operand<const T>(out_.data(), s_.queries, s_.value_dim);
+    backward.lse = lse_.data();
+    backward.lse_rest = lse_rest_.data();
+    results_go_to(backward, dq_, dk_, dv_);
+    backward.splits = splits;
+    const auto partial =
+        memory(s_.kv_heads * kernels_.partial_grad_query_size(backward) * sizeof(T));
+    backward.partial_grad_query = static_cast<T*>(partial.get());
+    run_splits(backward, splits, kernels_.backward_row_tiles(p),
+               kernels_.backward_scratch_bytes(backward), kernels_.backward,
+               kernels_.sum_grad_query);
+    run_tangents(kernels_, backward);
+    if constexpr (sizeof(T) == 4) {
+      if (of_half.backward != nullptr) run_in_bfloat16(of_half, backward);
+    }
+  }
+
+  /// Query, key and value.
+  void read_in_16_bits(Problem<T>& p, Storage storage) {
+    p.query.data = pointer(q16_);
+    p.key.data = pointer(k16_);
+    p.value.data = pointer(v16_);
+    p.key_value_storage = storage;
+  }
+
   void results_go_to(BackwardParams<T>& backward, std::vector<T>& dq, std::vector<T>& dk,
                      std::vector<T>& dv) {
     backward.grad_query = operand<T>(dq.data(), s_.queries, s_.head_dim);
@@ -406,10 +426,7 @@ class KernelRun {
   void run_in_bfloat16(const OfHalf& of_half, BackwardParams<float> backward) {
     const HalfBackwardKernels& kernels = *of_half.backward;
     ASSERT_TRUE(kernels.takes(backward.problem));
-    backward.problem.query.data = pointer(q16_);
-    backward.problem.key.data = pointer(k16_);
-    backward.problem.value.data = pointer(v16_);
-    backward.problem.key_value_storage = Storage::kBFloat16;
+    read_in_16_bits(backward.problem, Storage::kBFloat16);
     if (of_half.forward != nullptr && !of_half.forward->takes(backward.problem)) {
       ForwardParams<float> lse_alone{};  // of the scores in bfloat16
       lse_alone.problem = backward.problem;

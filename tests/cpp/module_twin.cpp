@@ -7,7 +7,6 @@
 #include <torch/torch.h>
 
 #include <fstream>
-#include <iostream>
 #include <nlohmann/json.hpp>
 
 namespace {
@@ -63,7 +62,8 @@ Tensor get(const Tensors& inputs, const char* name) {
 
 }  // namespace
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
+  TORCH_CHECK(argc == 2, "usage: module_twin SPEC.json");
   std::ifstream file(argv[1]);
   const json spec = json::parse(file);
   const json& o = spec["options"];

@@ -200,7 +200,7 @@ Results with_gradients(Arguments a, const Tensor& out, const Tensor& lse, const 
   return results;
 }
 
-Results definition(const Problem& p, int64_t seed) {
+Results reference(const Problem& p, int64_t seed) {
   Arguments a = p.arguments;
   for (auto& [name, x] : differentiable(a)) *x = x->to(at::kDouble).detach().requires_grad_();
   qkv::Operands operands = qkv::checked_call("fuzz", a).operands;
@@ -325,7 +325,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     call_wrongly(fuzz, arguments);
     return 0;
   }
-  if (!near(fused(arguments, problem, seed), definition(problem, seed),
+  if (!near(fused(arguments, problem, seed), reference(problem, seed),
             tolerance(problem.arguments))) {
     print(arguments);
     std::abort();

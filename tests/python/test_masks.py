@@ -12,6 +12,9 @@ import qkv
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+EVERY_DTYPE = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 
 # Ways to mask key 2 of 6 (and more) for queries 0 and 1 of 5, with a kept key for each of them.
 MASKINGS = {
@@ -41,6 +44,23 @@ def options(masking, dtype):
     if masking == "float_mask":
         kwargs["attn_mask"] = kwargs["attn_mask"].to(dtype)
     return kwargs
+
+
+@pytest.mark.parametrize("value_dim", [1, 3, 9, 19])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@EVERY_DTYPE
+def test_poison_in_a_masked_value_of_few_rows(dtype, rows, value_dim):
+    """Sums that leave a value out are rounded as those with its weight of 0."""
+    keep = torch.arange(17) != 3
+    for seed in range(20):
+        g = samples.generator(seed)
+        query, key, value = (
+            torch.randn(shape, generator=g).to(dtype)
+            for shape in ((1, rows, 8), (1, 17, 8), (1, 17, value_dim))
+        )
+        clean = qkv.attention(query, key, value, keep)
+        value[0, 3] = NAN
+        assert torch.equal(clean, qkv.attention(query, key, value, keep))
 
 
 @DTYPES
@@ -413,6 +433,35 @@ def test_a_softcap_that_does_not_fit_into_float32(softcap):
     out = qkv.attention(x, x, x, softcap=softcap)
     expected = x.mean(0).expand(3, 4) if softcap < 1 else qkv.attention(x, x, x)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("softcap", [1e-30, 1e-3, 0.026, 0.042])
+@pytest.mark.parametrize("size", [(5, 6), (70, 200)], ids=["few", "tiles"])
+@EVERY_DTYPE
+def test_scores_far_beyond_the_softcap_do_not_move(dtype, size, softcap):
+    """All derivatives with respect to queries and keys are 0: not nearly 0, as a second one is the
+    first one's factor divided by the softcap."""
+    g = samples.generator(0)
+    query, key, value = (torch.randn(2, n, 8, generator=g) for n in (*size, size[1]))
+    for x in (query, key):  # scores of 1 or -1, and 0.2 more or less
+        x *= 0.02
+        x[..., 0] = torch.where(x[..., 0] < 0, -1.0, 1.0)
+    query, key, value = (x.to(dtype).requires_grad_() for x in (query, key, value))
+
+    def call(query, key):
+        return qkv.attention_with_lse(query, key, value, scale=1.0, softcap=softcap)
+
+    out, lse = call(query, key)
+    of_value = torch.randn(out.shape, generator=g).to(dtype)
+    grads = torch.autograd.grad((out, lse), (query, key), (of_value, lse), create_graph=True)
+    for grad in grads:
+        assert (grad == 0).all()
+    along = [torch.randn(x.shape, generator=g).to(dtype) for x in grads]
+    for second in torch.autograd.grad(grads, (query, key, value), along):
+        assert (second == 0).all()
+    _, tangents = torch.func.jvp(call, (query.detach(), key.detach()), tuple(along))
+    for tangent in tangents:
+        assert (tangent == 0).all()
 
 
 @DTYPES

@@ -49,7 +49,7 @@ inline void kept_values_of_few_rows(int keys, int64_t width, const Stored* value
       T sum = T(0);
       for (int k = 0; k < keys; ++k) {
         if ((bits[k / 8 * kLanes + r] >> (k % 8) & 1) == 0) continue;
-        sum += weights[k * kRows + r] * static_cast<T>(value[k * value_row + d]);
+        sum = Simd<T>::fma(weights[k * kRows + r], static_cast<T>(value[k * value_row + d]), sum);
       }
       out[r * out_row + d] += sum;
     }

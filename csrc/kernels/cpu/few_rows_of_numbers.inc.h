@@ -91,7 +91,8 @@ struct FewRowsOfNumbers {
       for (int r = 0; r < kRows; ++r) {
         T sum = T(0);
         for (int k = 0; k < keys; ++k) {
-          sum += weights[k * kRows + r] * static_cast<T>(value[k * value_row + d]);
+          // As where values are not finite (few_rows.inc.h): the compiler would fuse one of them.
+          sum = S::fma(weights[k * kRows + r], static_cast<T>(value[k * value_row + d]), sum);
         }
         out[r * out_row + d] += sum;
       }

@@ -127,46 +127,61 @@ QKV_INLINE typename Simd<T>::Number absolute(typename Simd<T>::Number x) {
   return Simd<T>::maximum(Simd<T>::zero() - x, x);
 }
 
-/// The softcap, x -> c · tanh(x / c). NaN stays NaN.
+/// The softcap, x -> c · tanh(x / c). NaN stays NaN, and far from 0 it is c exactly.
 template <class T>
 struct Softcap;
 
-/// tanh(z) = z · P(z²) / Q(z²), minimax of the relative error up to 9.02, from where on it is 1:
-/// truncation 2.1e-8, 4.3e-7 with all roundings. (Lawson's algorithm on the linearised error.)
+template <class T>
+struct SoftcapConstants {
+  using S = Simd<T>;
+  T cap, inverse;
+
+  explicit SoftcapConstants(T c) : cap(c), inverse(T(1) / c), inverse_from_above_(inverse) {
+    inverse_from_above_ += inverse * (sizeof(T) == 4 ? T(0x1p-23) : T(0x1p-52));
+  }
+
+  /// The derivative, 1 - tanh², from the result: 0 exactly where that is c, as a second derivative
+  /// is this times 2 / c.
+  QKV_INLINE typename S::Number slope(typename S::Number capped) const {
+    const auto tanh = capped * S::set(inverse_from_above_);
+    return S::maximum(S::zero(), S::fma(S::zero() - tanh, tanh, S::set(T(1))));
+  }
+
+ private:
+  T inverse_from_above_;  // c times this is not less than 1, however it is rounded
+};
+
+/// tanh(z) = z · P(z²) / Q(z²), minimax of the relative error up to 9.02: truncation 2.1e-8, 4.3e-7
+/// with all roundings. (Lawson's algorithm on the linearised error.) From there on it grows, to 1 +
+/// 1e-6 at z² = 96, which is more than roundings take from it: cut off at 1, it is 1 from there on.
 template <>
-struct Softcap<float> {
-  using S = Simd<float>;
-  static constexpr float kLargest = 9.02f;
+struct Softcap<float> : SoftcapConstants<float> {
+  static constexpr float kLargestSquare = 96;
   static constexpr float kNumerator[] = {1.331926604e-8f, 2.058363693e-5f, 3.494044733e-3f,
                                          0.1337972676f, 0.9999999791f};
   static constexpr float kDenominator[] = {7.762103431e-7f, 3.283108966e-4f, 2.587111268e-2f,
                                            0.4671304202f, 1.0f};
-  float cap, inverse;
 
-  explicit Softcap(float c) : cap(c), inverse(1.0f / c) {}
+  using SoftcapConstants::SoftcapConstants;
 
   QKV_INLINE S::Number operator()(S::Number x) const {
-    const auto largest = S::set(kLargest * cap);
-    x = S::minimum(largest, S::maximum(S::zero() - largest, x));
-    const auto z = x * S::set(inverse), y = z * z;
+    const auto z = x * S::set(inverse), y = S::minimum(z * z, S::set(kLargestSquare));
     auto numerator = S::set(kNumerator[0]), denominator = S::set(kDenominator[0]);
 #pragma GCC unroll 4
     for (int k = 1; k < 5; ++k) {
       numerator = S::fma(numerator, y, S::set(kNumerator[k]));
       denominator = S::fma(denominator, y, S::set(kDenominator[k]));
     }
-    return x * numerator / denominator;
+    const auto capped = x * numerator / denominator;
+    return S::minimum(S::set(cap), S::maximum(S::set(-cap), capped));
   }
 };
 
 /// tanh(z) = (1 - e) / (1 + e) with e = exp(-2 |z|), and the sign of z. Where that would cancel,
 /// |z| < 5/8, Lambert's continued fraction (1761), cut off after 8 terms: truncation 1e-17.
 template <>
-struct Softcap<double> {
-  using S = Simd<double>;
-  double cap, inverse;
-
-  explicit Softcap(double c) : cap(c), inverse(1.0 / c) {}
+struct Softcap<double> : SoftcapConstants<double> {
+  using SoftcapConstants::SoftcapConstants;
 
   QKV_INLINE S::Number operator()(S::Number x) const {
     const auto one = S::set(1.0), z = x * S::set(inverse), y = z * z;

@@ -11,17 +11,16 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// scores = softcap(scores); slopes, unless nullptr, takes the derivative, 1 - tanh².
+/// scores = softcap(scores); slopes, unless nullptr, takes the derivative.
 template <class T, int kVectors, int kRows>
 inline void cap_scores(Softcap<T> softcap, int keys, T* scores, T* slopes) {
   using S = Simd<T>;
-  const auto inverse = S::set(softcap.inverse), one = S::set(T(1));
   for (int k = 0; k < keys; ++k) {
     for (int v = 0; v < kVectors; ++v) {
       const int64_t x = k * kRows + v * S::kWidth;
-      const auto capped = softcap(S::load(scores + x)), tanh = capped * inverse;
+      const auto capped = softcap(S::load(scores + x));
       S::store(scores + x, capped);
-      if (slopes != nullptr) S::store(slopes + x, S::fma(S::zero() - tanh, tanh, one));
+      if (slopes != nullptr) S::store(slopes + x, softcap.slope(capped));
     }
   }
 }

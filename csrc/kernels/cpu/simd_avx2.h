@@ -26,6 +26,7 @@ struct Simd<float> {
   static QKV_INLINE Number load(const float* p) { return _mm256_loadu_ps(p); }
   static QKV_INLINE void store(float* p, Number x) { _mm256_storeu_ps(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm256_fmadd_ps(a, b, c); }
+  static QKV_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   static QKV_INLINE Number load_bfloat16(const uint16_t* p) {
     const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
@@ -91,6 +92,7 @@ struct Simd<double> {
   static QKV_INLINE Number load(const double* p) { return _mm256_loadu_pd(p); }
   static QKV_INLINE void store(double* p, Number x) { _mm256_storeu_pd(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm256_fmadd_pd(a, b, c); }
+  static QKV_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
   static QKV_INLINE double sum(Number x) {
     const __m128d two = _mm256_castpd256_pd128(x) + _mm256_extractf128_pd(x, 1);
     return _mm_cvtsd_f64(two) + _mm_cvtsd_f64(_mm_unpackhi_pd(two, two));

@@ -27,6 +27,7 @@ struct Simd<float> {
   static QKV_INLINE Number load(const float* p) { return _mm512_loadu_ps(p); }
   static QKV_INLINE void store(float* p, Number x) { _mm512_storeu_ps(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm512_fmadd_ps(a, b, c); }
+  static QKV_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   static QKV_INLINE Number load_bfloat16(const uint16_t* p) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -91,6 +92,7 @@ struct Simd<double> {
   static QKV_INLINE Number load(const double* p) { return _mm512_loadu_pd(p); }
   static QKV_INLINE void store(double* p, Number x) { _mm512_storeu_pd(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm512_fmadd_pd(a, b, c); }
+  static QKV_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
   static QKV_INLINE double sum(Number x) { return _mm512_reduce_add_pd(x); }
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm512_max_pd(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_pd(a, b); }

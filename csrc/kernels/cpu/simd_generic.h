@@ -43,6 +43,7 @@ struct SimdOf {
     return total;
   }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return a * b + c; }
+  static QKV_INLINE Real fma(Real a, Real b, Real c) { return a * b + c; }
   static QKV_INLINE Number maximum(Number a, Number b) { return a > b ? a : b; }
   static QKV_INLINE Number minimum(Number a, Number b) { return a < b ? a : b; }
   /// From 1.5 · 2^(mantissa bits) + n, n >= 0: the number with exponent bits n, which is 0 for n =

@@ -43,6 +43,7 @@ struct Simd<float> {
   }
   static QKV_INLINE float sum(Number x) { return vaddvq_f32(x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return vfmaq_f32(c, a, b); }
+  static QKV_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   static QKV_INLINE Number maximum(Number a, Number b) { return vmaxq_f32(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return vminq_f32(a, b); }
   /// From 1.5 · 2^23 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
@@ -82,6 +83,7 @@ struct Simd<double> {
   static QKV_INLINE void store(double* p, Number x) { vst1q_f64(p, x); }
   static QKV_INLINE double sum(Number x) { return vaddvq_f64(x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return vfmaq_f64(c, a, b); }
+  static QKV_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
   static QKV_INLINE Number maximum(Number a, Number b) { return vmaxq_f64(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return vminq_f64(a, b); }
   /// From 1.5 · 2^52 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
