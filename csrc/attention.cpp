@@ -10,6 +10,7 @@
 
 #include "environment.h"
 #include "explain.h"
+#include "internal_op.h"
 #include "problem.h"
 #include "public_op.h"
 #include "reference.h"

@@ -223,42 +223,41 @@ void check_grad_outputs(const char* op, const Operands& x, const Tensor& grad_ou
   check_exactly(op, "grad_logsumexp", *grad_lse, x.query, row_shape(x), accumulate_type(x.query));
 }
 
-void check_forward_results(const char* op, const Operands& x, const Tensor& out, const Tensor& lse,
-                           const Tensor& out_rest, const Tensor& lse_rest) {
+void check_forward_results(const char* op, const Operands& x, const ForwardResults& forward) {
   const auto type = x.query.scalar_type(), real = accumulate_type(x.query);
   const SymInt width = x.value.sym_size(-1);
   const bool has_rest = type != real;
-  check_exactly(op, "output", out, x.query, output_shape(x, width), type);
-  check_exactly(op, "output_rest", out_rest, x.query, output_shape(x, has_rest ? width : 0), type);
-  check_exactly(op, "logsumexp", lse, x.query, row_shape(x), real);
-  check_exactly(op, "logsumexp_rest", lse_rest, x.query, row_shape(x), real);
+  check_exactly(op, "output", forward.out, x.query, output_shape(x, width), type);
+  check_exactly(op, "output_rest", forward.out_rest, x.query, output_shape(x, has_rest ? width : 0),
+                type);
+  check_exactly(op, "logsumexp", forward.lse, x.query, row_shape(x), real);
+  check_exactly(op, "logsumexp_rest", forward.lse_rest, x.query, row_shape(x), real);
 }
 
 }  // namespace
 
 void check_backward(const char* op, const Operands& x, const Tensor& grad_out,
-                    const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
-                    const Tensor& out_rest, const Tensor& lse_rest, const Needs& needs) {
+                    const OptionalTensor& grad_lse, const ForwardResults& forward,
+                    const Needs& needs) {
   check_operands(op, x);
   check_needs(op, x, needs);
   check_grad_outputs(op, x, grad_out, grad_lse);
-  check_forward_results(op, x, out, lse, out_rest, lse_rest);
+  check_forward_results(op, x, forward);
 }
 
-void check_jvp(const char* op, const Operands& x, const Tensor& out, const Tensor& lse,
-               const Tensor& out_rest, const Tensor& lse_rest, const Tangents& tangents) {
+void check_jvp(const char* op, const Operands& x, const ForwardResults& forward,
+               const Tangents& tangents) {
   check_operands(op, x);
-  check_forward_results(op, x, out, lse, out_rest, lse_rest);
+  check_forward_results(op, x, forward);
   check_tangents(op, x, tangents);
 }
 
 void check_backward_backward(const char* op, const Operands& x, const Tensor& grad_out,
-                             const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
-                             const Tensor& out_rest, const Tensor& lse_rest,
+                             const OptionalTensor& grad_lse, const ForwardResults& forward,
                              const Tangents& cotangents, const NeedsOfSecond& needs) {
   check_operands(op, x);
   check_grad_outputs(op, x, grad_out, grad_lse);
-  check_forward_results(op, x, out, lse, out_rest, lse_rest);
+  check_forward_results(op, x, forward);
   check_tangents(op, x, cotangents);
   check_needs(op, x, of_operands(needs));
 }

@@ -39,13 +39,12 @@ void check_operands(const char* op, const Operands& x);
 /// is there, of its dtype and, but for masks, slopes and sinks, of its shape; gradients wanted only
 /// of floating-point operands that are there.
 void check_backward(const char* op, const Operands& x, const Tensor& grad_out,
-                    const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
-                    const Tensor& out_rest, const Tensor& lse_rest, const Needs& needs);
-void check_jvp(const char* op, const Operands& x, const Tensor& out, const Tensor& lse,
-               const Tensor& out_rest, const Tensor& lse_rest, const Tangents& tangents);
+                    const OptionalTensor& grad_lse, const ForwardResults& forward,
+                    const Needs& needs);
+void check_jvp(const char* op, const Operands& x, const ForwardResults& forward,
+               const Tangents& tangents);
 void check_backward_backward(const char* op, const Operands& x, const Tensor& grad_out,
-                             const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
-                             const Tensor& out_rest, const Tensor& lse_rest,
+                             const OptionalTensor& grad_lse, const ForwardResults& forward,
                              const Tangents& cotangents, const NeedsOfSecond& needs);
 
 }  // namespace qkv

@@ -1,7 +1,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/SymFloat.h>
+#include <c10/core/SymIntArrayRef.h>
 
 #include <algorithm>
 #include <array>
@@ -93,72 +94,6 @@ T softcap_of(const Operands& x) {
 /// Dropout's probability as the number that 16 random bits are compared with.
 inline int64_t dropout_threshold(double p) { return std::llround(p * 65536.0); }
 
-/// An internal operator takes the operands one by one, as a schema must have them, and then the
-/// rest of its arguments. Here they are put together and taken apart, so that nobody else has to.
-template <class Signature>
-class InternalOp;
-
-template <class Result, class... Rest>
-class InternalOp<Result(const Operands&, Rest...)> {
- public:
-  explicit InternalOp(const char* name)
-      : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Flat>()) {}
-
-  Result operator()(const Operands& x, Rest... rest) const {
-    return handle_.call(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks, x.key_mask,
-                        x.dropout_seed, x.scale, x.softcap, x.dropout_p, x.band, rest...);
-  }
-
-  Result redispatch(c10::DispatchKeySet keys, const Operands& x, Rest... rest) const {
-    return handle_.redispatch(keys, x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks,
-                              x.key_mask, x.dropout_seed, x.scale, x.softcap, x.dropout_p, x.band,
-                              rest...);
-  }
-
- private:
-  using Flat = Result(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                      const OptionalTensor&, std::optional<double>, double, double,
-                      c10::SymIntArrayRef, Rest...);
-  c10::TypedOperatorHandle<Flat> handle_;
-};
-
-template <auto kKernel>
-struct FlatKernel;
-
-template <class Result, class... Rest, Result (*kKernel)(const Operands&, Rest...)>
-struct FlatKernel<kKernel> {
-  static Result call(const Tensor& query, const Tensor& key, const Tensor& value,
-                     const OptionalTensor& attn_mask, const OptionalTensor& alibi_slopes,
-                     const OptionalTensor& sinks, const OptionalTensor& key_mask,
-                     const OptionalTensor& dropout_seed, std::optional<double> scale,
-                     double softcap, double dropout_p, c10::SymIntArrayRef band, Rest... rest) {
-    return kKernel({query, key, value, attn_mask, alibi_slopes, sinks, key_mask, dropout_seed,
-                    scale, softcap, dropout_p, band.vec()},
-                   rest...);
-  }
-};
-
-template <class Result, class... Rest,
-          Result (*kKernel)(c10::DispatchKeySet, const Operands&, Rest...)>
-struct FlatKernel<kKernel> {
-  static Result call(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
-                     const Tensor& value, const OptionalTensor& attn_mask,
-                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                     const OptionalTensor& key_mask, const OptionalTensor& dropout_seed,
-                     std::optional<double> scale, double softcap, double dropout_p,
-                     c10::SymIntArrayRef band, Rest... rest) {
-    return kKernel(keys,
-                   {query, key, value, attn_mask, alibi_slopes, sinks, key_mask, dropout_seed,
-                    scale, softcap, dropout_p, band.vec()},
-                   rest...);
-  }
-};
-
-/// m.impl("_attention_forward", flat<&attention_forward>)
-template <auto kKernel>
-constexpr auto flat = &FlatKernel<kKernel>::call;
-
 /// n tensors as an operator returns them; std::tuple_cat turns the array into the tuple.
 template <size_t n>
 using TensorTuple = decltype(std::tuple_cat(std::array<Tensor, n>()));
@@ -174,26 +109,19 @@ using Gradients = std::array<Tensor, Operands::kDifferentiable>;
 using Tangents = std::array<OptionalTensor, Operands::kDifferentiable>;
 using Needs = std::array<bool, Operands::kDifferentiable>;
 
-/// output (batch.., Hq, M, Dv), logsumexp (batch.., Hq, M), and what rounding took from each, for
-/// the backward: output_rest is as output, but without columns unless output is of 16 bits.
-using Forward = TensorTuple<4>(const Operands&);
+/// What the forward returns, and its derivatives take: output (batch.., Hq, M, Dv), logsumexp
+/// (batch.., Hq, M), and what rounding took from each; out_rest is as out, but without columns
+/// unless out is of 16 bits.
+struct ForwardResults {
+  Tensor out;
+  Tensor lse;
+  Tensor out_rest;
+  Tensor lse_rest;
 
-/// Gradients of the differentiable operands. Those with needs[i] false are empty tensors.
-/// The results are functions of the operands, not variables.
-using Backward = TensorTuple<6>(const Operands&, const Tensor& grad_out,
-                                const OptionalTensor& grad_lse, const Tensor& out,
-                                const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
-                                Needs needs);
+  std::array<Tensor, 4> tensors() const { return {out, lse, out_rest, lse_rest}; }
+};
 
-/// Tangents of output and logsumexp. A tangent that is not given is zero and costs nothing.
-using Jvp = TensorTuple<2>(const Operands&, const Tensor& out, const Tensor& lse,
-                           const Tensor& out_rest, const Tensor& lse_rest,
-                           const OptionalTensor& query_t, const OptionalTensor& key_t,
-                           const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
-                           const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t);
-
-/// Gradients of <grad_query, grad_grad_query> + .. + <grad_sinks, grad_grad_sinks> with respect to
-/// grad_out, grad_lse and the differentiable operands.
+/// For grad_out, grad_lse and the differentiable operands.
 using NeedsOfSecond = std::array<bool, Operands::kDifferentiable + 2>;
 
 /// Of what is there for grad_out, grad_lse and the differentiable operands, the operands' part.
@@ -204,23 +132,5 @@ std::array<T, Operands::kDifferentiable> of_operands(
   std::copy(of_all.begin() + 2, of_all.end(), part.begin());
   return part;
 }
-
-using BackwardBackward = TensorTuple<8>(
-    const Operands&, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-    const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
-    const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
-    const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
-    const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
-    NeedsOfSecond needs);
-
-constexpr const char* kForwardOp = "qkv::_attention_forward";
-constexpr const char* kBackwardOp = "qkv::_attention_backward";
-constexpr const char* kJvpOp = "qkv::_attention_jvp";
-constexpr const char* kBackwardBackwardOp = "qkv::_attention_backward_backward";
-
-const InternalOp<Forward>& attention_forward_op();
-const InternalOp<Backward>& attention_backward_op();
-const InternalOp<Jvp>& attention_jvp_op();
-const InternalOp<BackwardBackward>& attention_backward_backward_op();
 
 }  // namespace qkv

@@ -40,6 +40,11 @@ inline Operands readable(Operands x, at::ScalarType real) {
   return x;
 }
 
+inline ForwardResults readable(const ForwardResults& x) {
+  return {with_unit_columns(x.out), x.lse.contiguous(), with_unit_columns(x.out_rest),
+          x.lse_rest.contiguous()};
+}
+
 /// Where kernels write what goes to `result`: itself, if it has the kernels' dtype.
 inline Tensor writable(const Tensor& result, at::ScalarType real) {
   return result.scalar_type() == real ? result

@@ -4,7 +4,7 @@
 #include <ATen/core/enum_tag.h>
 #include <torch/library.h>
 
-#include "operands.h"
+#include "internal_op.h"
 
 namespace qkv {
 

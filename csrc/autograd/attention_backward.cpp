@@ -27,17 +27,16 @@ struct QkvAttentionBackwardBackward : OperandsNode<QkvAttentionBackwardBackward>
                                  const std::vector<bool>& needs) {
     return only_needed(
         as_array(attention_backward_backward_op()(
-            x, others[0], optional(others[1]), others[2], others[3], others[4], others[5],
-            optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]),
-            optional(grads[4]), optional(grads[5]), needs_of<kGradients>(needs))),
+            x, others[0], optional(others[1]), {others[2], others[3], others[4], others[5]},
+            optional_tangents(grads.data()), needs_of<kGradients>(needs))),
         needs);
   }
 };
 
 /// Tangents of the gradients.
 Tangents gradient_tangents(const Operands& x, const Tensor& grad_out,
-                           const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
-                           const Tensor& out_rest, const Tensor& lse_rest, Needs needs) {
+                           const OptionalTensor& grad_lse, const ForwardResults& forward,
+                           Needs needs) {
   Tangents result;
   const auto add = [&](size_t i, const Tensor& t) {
     if (needs[i]) result[i] = result[i] ? result[i]->add(t) : t;
@@ -45,8 +44,7 @@ Tangents gradient_tangents(const Operands& x, const Tensor& grad_out,
   const Tangents t = tangents(x);
   if (any(t)) {
     const auto moved = as_array(attention_backward_backward_op()(
-        primal(x), primal(grad_out), primal(grad_lse), primal(out), primal(lse), primal(out_rest),
-        primal(lse_rest), t[0], t[1], t[2], t[3], t[4], t[5],
+        primal(x), primal(grad_out), primal(grad_lse), primal(forward), t,
         {false, false, needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]}));
     for (size_t i = 0; i < needs.size(); ++i) add(i, moved[i + 2]);
   }
@@ -54,8 +52,7 @@ Tangents gradient_tangents(const Operands& x, const Tensor& grad_out,
   if (grad_out_t || grad_lse_t) {
     const Tensor moved_out = grad_out_t ? *grad_out_t : at::zeros_like(primal(grad_out));
     const auto moved =
-        as_array(attention_backward_op()(primal(x), moved_out, grad_lse_t, primal(out), primal(lse),
-                                         primal(out_rest), primal(lse_rest), needs));
+        as_array(attention_backward_op()(primal(x), moved_out, grad_lse_t, primal(forward), needs));
     for (size_t i = 0; i < needs.size(); ++i) add(i, moved[i]);
   }
   return result;
@@ -63,8 +60,7 @@ Tangents gradient_tangents(const Operands& x, const Tensor& grad_out,
 
 TensorTuple<6> attention_backward(c10::DispatchKeySet keys, const Operands& x,
                                   const Tensor& grad_out, const OptionalTensor& grad_lse,
-                                  const Tensor& out, const Tensor& lse, const Tensor& out_rest,
-                                  const Tensor& lse_rest, Needs needs) {
+                                  const ForwardResults& forward, Needs needs) {
   using namespace torch::autograd;
   NodePointer<QkvAttentionBackwardBackward> node;
   variable_list inputs = variables(x);
@@ -75,18 +71,16 @@ TensorTuple<6> attention_backward(c10::DispatchKeySet keys, const Operands& x,
     node->save_operands(x);
     node->save(grad_out, /*is_output=*/false);
     node->save(grad_lse, /*is_output=*/false);
-    for (const Tensor& result : {out, lse, out_rest, lse_rest}) node->save_constant(result);
+    for (const Tensor& result : forward.tensors()) node->save_constant(result);
   }
   Gradients grads;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    grads =
-        as_array(attention_backward_op().redispatch(keys & c10::after_autograd_keyset, x, grad_out,
-                                                    grad_lse, out, lse, out_rest, lse_rest, needs));
+    grads = as_array(attention_backward_op().redispatch(keys & c10::after_autograd_keyset, x,
+                                                        grad_out, grad_lse, forward, needs));
   }
   if (node) set_history(variable_list(grads.begin(), grads.end()), node);
-  const Tangents moved =
-      gradient_tangents(x, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
+  const Tangents moved = gradient_tangents(x, grad_out, grad_lse, forward, needs);
   for (size_t i = 0; i < grads.size(); ++i) {
     set_tangent(grads[i], moved[i]);
   }

@@ -53,10 +53,8 @@ struct QkvAttentionThirdOrder : OperandsNode<QkvAttentionThirdOrder> {
     const OptionalTensor grad_lse = variable(optional(others[1]));
     auto tensors = x.tensors();
     for (size_t i = 0; i < Operands::kDifferentiable; ++i) tensors[i] = variable(tensors[i]);
-    Tangents cotangents;
-    for (size_t i = 0; i < cotangents.size(); ++i) {
-      cotangents[i] = variable(optional(others[2 + i]));
-    }
+    Tangents cotangents = optional_tangents(others.data() + 2);
+    for (OptionalTensor& cotangent : cotangents) cotangent = variable(cotangent);
 
     NeedsOfSecond given;
     for (size_t i = 0; i < given.size(); ++i) given[i] = grads[i].defined();
@@ -82,40 +80,34 @@ struct QkvAttentionThirdOrder : OperandsNode<QkvAttentionThirdOrder> {
   }
 };
 
-TensorTuple<8> attention_backward_backward(
-    c10::DispatchKeySet keys, const Operands& x, const Tensor& grad_out,
-    const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse, const Tensor& out_rest,
-    const Tensor& lse_rest, const OptionalTensor& grad_grad_query,
-    const OptionalTensor& grad_grad_key, const OptionalTensor& grad_grad_value,
-    const OptionalTensor& grad_grad_attn_mask, const OptionalTensor& grad_grad_alibi_slopes,
-    const OptionalTensor& grad_grad_sinks, NeedsOfSecond needs) {
+TensorTuple<8> attention_backward_backward(c10::DispatchKeySet keys, const Operands& x,
+                                           const Tensor& grad_out, const OptionalTensor& grad_lse,
+                                           const ForwardResults& forward,
+                                           const Tangents& cotangents, NeedsOfSecond needs) {
   using namespace torch::autograd;
-  const Tangents c = {grad_grad_query,     grad_grad_key,          grad_grad_value,
-                      grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
   NodePointer<QkvAttentionThirdOrder> node;
   variable_list inputs = variables(x);
   inputs.insert(inputs.begin(), {grad_out, grad_lse.value_or(Tensor())});
-  for (const OptionalTensor& cotangent : c) inputs.push_back(cotangent.value_or(Tensor()));
+  for (const OptionalTensor& cotangent : cotangents) inputs.push_back(cotangent.value_or(Tensor()));
   if (compute_requires_grad(at::TensorList(inputs))) {
     node = make_node<QkvAttentionThirdOrder>();
     node->set_next_edges(collect_next_edges(at::TensorList(inputs)));
     node->save_operands(x);
     node->save(grad_out, /*is_output=*/false);
     node->save(grad_lse, /*is_output=*/false);
-    for (const OptionalTensor& cotangent : c) node->save(cotangent, /*is_output=*/false);
+    for (const OptionalTensor& cotangent : cotangents) node->save(cotangent, /*is_output=*/false);
   }
   std::array<Tensor, 8> grads;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     grads = as_array(attention_backward_backward_op().redispatch(
-        keys & c10::after_autograd_keyset, x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
-        c[0], c[1], c[2], c[3], c[4], c[5], needs));
+        keys & c10::after_autograd_keyset, x, grad_out, grad_lse, forward, cotangents, needs));
   }
   if (node) set_history(variable_list(grads.begin(), grads.end()), node);
   if (any_tangent(inputs)) {
     report_third_order();
     const auto moved =
-        as_array(reference::attention_backward_backward(x, grad_out, grad_lse, c, needs));
+        as_array(reference::attention_backward_backward(x, grad_out, grad_lse, cotangents, needs));
     for (size_t i = 0; i < grads.size(); ++i) {
       if (needs[i]) set_tangent(grads[i], tangent(moved[i]));
     }

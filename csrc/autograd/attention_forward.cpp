@@ -21,8 +21,9 @@ struct QkvAttentionBackward : OperandsNode<QkvAttentionBackward> {
                                  const std::vector<bool>& needs) {
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(outputs[0]);
     return only_needed(
-        as_array(attention_backward_op()(x, grad_out, optional(grads[1]), outputs[0], outputs[1],
-                                         outputs[2], outputs[3], needs_of<kGradients>(needs))),
+        as_array(attention_backward_op()(x, grad_out, optional(grads[1]),
+                                         {outputs[0], outputs[1], outputs[2], outputs[3]},
+                                         needs_of<kGradients>(needs))),
         needs);
   }
 };
@@ -51,8 +52,7 @@ TensorTuple<4> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
   }
   const Tangents t = tangents(x);
   if (any(t)) {
-    const auto [out_t, lse_t] = attention_jvp_op()(primal(x), out, lse, out_rest, lse_rest, t[0],
-                                                   t[1], t[2], t[3], t[4], t[5]);
+    const auto [out_t, lse_t] = attention_jvp_op()(primal(x), {out, lse, out_rest, lse_rest}, t);
     set_tangent(out, out_t);
     set_tangent(lse, lse_t);
   }

@@ -25,9 +25,9 @@ struct QkvAttentionJvpBackward : OperandsNode<QkvAttentionJvpBackward> {
   static variable_list gradients(const variable_list& grads, const Operands& x,
                                  const std::vector<Tensor>& others,
                                  const std::vector<bool>& needs) {
-    const Tensor &out = others[0], &lse = others[1], &out_rest = others[2], &lse_rest = others[3];
-    const auto t = [&](size_t i) { return optional(others[4 + i]); };
-    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(out);
+    const ForwardResults forward{others[0], others[1], others[2], others[3]};
+    const Tangents t = optional_tangents(others.data() + 4);
+    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(forward.out);
     const OptionalTensor grad_lse = optional(grads[1]);
     const auto of_operands = needs_of<kOperands>(needs),
                of_tangents = needs_of<kOperands>(needs, 6);
@@ -39,27 +39,22 @@ struct QkvAttentionJvpBackward : OperandsNode<QkvAttentionJvpBackward> {
     if (any_of(of_operands)) {
       NeedsOfSecond of_second = {};  // not of c
       std::copy(of_operands.begin(), of_operands.end(), of_second.begin() + 2);
-      const auto moved = as_array(
-          attention_backward_backward_op()(x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
-                                           t(0), t(1), t(2), t(3), t(4), t(5), of_second));
+      const auto moved =
+          as_array(attention_backward_backward_op()(x, grad_out, grad_lse, forward, t, of_second));
       std::copy(moved.begin() + 2, moved.end(), result.begin());
     }
     if (any_of(of_tangents)) {
-      const auto back = as_array(attention_backward_op()(x, grad_out, grad_lse, out, lse, out_rest,
-                                                         lse_rest, of_tangents));
+      const auto back =
+          as_array(attention_backward_op()(x, grad_out, grad_lse, forward, of_tangents));
       std::copy(back.begin(), back.end(), result.begin() + kOperands);
     }
     return only_needed(result, needs);
   }
 };
 
-TensorTuple<2> attention_jvp(c10::DispatchKeySet keys, const Operands& x, const Tensor& out,
-                             const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
-                             const OptionalTensor& query_t, const OptionalTensor& key_t,
-                             const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
-                             const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
+TensorTuple<2> attention_jvp(c10::DispatchKeySet keys, const Operands& x,
+                             const ForwardResults& forward, const Tangents& t) {
   using namespace torch::autograd;
-  const Tangents t = {query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t};
   NodePointer<QkvAttentionJvpBackward> node;
   variable_list inputs = variables(x);
   for (const OptionalTensor& tangent : t) inputs.push_back(tangent.value_or(Tensor()));
@@ -67,15 +62,14 @@ TensorTuple<2> attention_jvp(c10::DispatchKeySet keys, const Operands& x, const 
     node = make_node<QkvAttentionJvpBackward>();
     node->set_next_edges(collect_next_edges(at::TensorList(inputs)));
     node->save_operands(x);
-    for (const Tensor& result : {out, lse, out_rest, lse_rest}) node->save_constant(result);
+    for (const Tensor& result : forward.tensors()) node->save_constant(result);
     for (const OptionalTensor& tangent : t) node->save(tangent, /*is_output=*/false);
   }
   Tensor out_t, lse_t;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     std::tie(out_t, lse_t) =
-        attention_jvp_op().redispatch(keys & c10::after_autograd_keyset, x, out, lse, out_rest,
-                                      lse_rest, t[0], t[1], t[2], t[3], t[4], t[5]);
+        attention_jvp_op().redispatch(keys & c10::after_autograd_keyset, x, forward, t);
   }
   if (node) set_history({out_t, lse_t}, node);
   if (any_tangent(inputs)) {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "autograd/compat.h"
-#include "operands.h"
+#include "internal_op.h"
 
 // The autograd nodes of the internal operators are written by hand, as ATen's own are generated:
 // torch::autograd::Function refuses forward mode and every torch.func transform.
@@ -23,6 +23,13 @@ using torch::autograd::variable_list;
 
 inline OptionalTensor optional(const Tensor& x) {
   return x.defined() ? OptionalTensor(x) : std::nullopt;
+}
+
+/// Six tensors, undefined where there is none.
+inline Tangents optional_tangents(const Tensor* x) {
+  Tangents result;
+  std::transform(x, x + result.size(), result.begin(), optional);
+  return result;
 }
 
 /// The gradients that an operator gave; undefined where none is needed.
@@ -172,6 +179,10 @@ inline Operands primal(const Operands& x) {
   auto tensors = x.tensors();
   for (OptionalTensor& t : tensors) t = primal(t);
   return x.with(tensors);
+}
+
+inline ForwardResults primal(const ForwardResults& x) {
+  return {primal(x.out), primal(x.lse), primal(x.out_rest), primal(x.lse_rest)};
 }
 
 inline Tangents tangents(const Operands& x) {

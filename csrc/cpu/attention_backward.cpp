@@ -7,6 +7,7 @@
 #include "cpu/forward_pass.h"
 #include "cpu/gradients.h"
 #include "cpu/readable.h"
+#include "internal_op.h"
 #include "layout.h"
 
 namespace qkv::cpu {
@@ -27,34 +28,26 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
   if (needs[5]) sum_over_batch(sinks, x, grads[5]);
 }
 
-/// What kernels read of the forward's results: out_rest if out has 16 bits.
-struct Results {
-  Tensor out;
-  OptionalTensor out_rest;
-  Tensor lse;
-  Tensor lse_rest;
-};
-
 template <class T>
 void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
-                  const Results& results, const Gradients& grads, const Needs& needs) {
+                  const ForwardResults& forward, const Gradients& grads, const Needs& needs) {
   kernels::BackwardParams<T> backward{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(backward.problem, x, batch);
   describe(backward.grad_out, grad_out, batch);
-  describe(backward.out, results.out, batch);
-  if (results.out_rest) describe(backward.out_rest, *results.out_rest, batch);
+  describe(backward.out, forward.out, batch);
+  if (has_16_bits(forward.out)) describe(backward.out_rest, forward.out_rest, batch);
   if (needs[0]) describe(backward.grad_query, grads[0], batch);
   if (needs[1]) describe(backward.grad_key, grads[1], batch);
   if (needs[2]) describe(backward.grad_value, grads[2], batch);
   if (needs[3]) describe(backward.grad_mask, grads[3], batch);
   batch.complete(backward.problem);
-  backward.lse = static_cast<const T*>(results.lse.const_data_ptr());
-  backward.lse_rest = static_cast<const T*>(results.lse_rest.const_data_ptr());
+  backward.lse = static_cast<const T*>(forward.lse.const_data_ptr());
+  backward.lse_rest = static_cast<const T*>(forward.lse_rest.const_data_ptr());
   backward.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
   backward.splits = number_of_splits(backward.problem.keys);
   const auto slope_gradient = c10::GetCPUAllocator()->allocate(
-      needs[4] ? backward.splits * results.lse.numel() * sizeof(T) : 0);
+      needs[4] ? backward.splits * forward.lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
 
   const auto& kernels = kernels_for<T>();
@@ -95,25 +88,22 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
 }
 
 TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_out,
-                                  const OptionalTensor& grad_lse, const Tensor& out,
-                                  const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
+                                  const OptionalTensor& grad_lse, const ForwardResults& forward,
                                   Needs needs) {
-  check_backward(kBackwardOp, operands, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
+  check_backward(kBackwardOp, operands, grad_out, grad_lse, forward, needs);
   check_batch_dimensions(kBackwardOp, operands);
   const Gradients results = empty_gradients(operands, needs);
-  const bool nothing_attends = lse.numel() == 0 || operands.key.size(-2) == 0;
-  if (nothing_attends && !(needs[5] && lse.numel() > 0)) {
+  const bool has_rows = forward.lse.numel() > 0;
+  const bool nothing_attends = !has_rows || operands.key.size(-2) == 0;
+  if (nothing_attends && !(needs[5] && has_rows)) {
     for (const Tensor& grad : results) grad.zero_();
     return std::tuple_cat(results);
   }
 
-  const auto real = lse.scalar_type();
-  const Tensor incoming = with_unit_columns(merging_as(out, grad_out));
+  const auto real = forward.lse.scalar_type();
+  const Tensor incoming = with_unit_columns(merging_as(forward.out, grad_out));
   const Operands x = readable(operands, real);
-  const Results of_forward{
-      with_unit_columns(out),
-      has_16_bits(out) ? OptionalTensor(with_unit_columns(out_rest)) : std::nullopt,
-      lse.contiguous(), lse_rest.contiguous()};
+  const ForwardResults of_forward = readable(forward);
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = grad_lse->contiguous();
   // A sum over heads is rounded once.

@@ -10,6 +10,7 @@
 #include "cpu/heads.h"
 #include "cpu/prepared_heads.h"
 #include "cpu/readable.h"
+#include "internal_op.h"
 #include "layout.h"
 
 namespace qkv::cpu {
@@ -127,27 +128,21 @@ void run_backward_backward(const Tensors& t, Workspace& workspace) {
   if (t.needs[4] || t.needs[5]) run_heads(second, t);
 }
 
-TensorTuple<8> attention_backward_backward(
-    const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-    const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
-    const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
-    const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
-    const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
-    NeedsOfSecond needs) {
-  const Tangents cotangents{grad_grad_query,     grad_grad_key,          grad_grad_value,
-                            grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
-  check_backward_backward(kBackwardBackwardOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
-                          cotangents, needs);
+TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad_out,
+                                           const OptionalTensor& grad_lse,
+                                           const ForwardResults& forward,
+                                           const Tangents& cotangents, NeedsOfSecond needs) {
+  check_backward_backward(kBackwardBackwardOp, x, grad_out, grad_lse, forward, cotangents, needs);
   check_batch_dimensions(kBackwardBackwardOp, x);
   const GradientsOfSecond results = empty_gradients_of_second(x, grad_out, needs);
-  if (lse.numel() == 0) {
+  if (forward.lse.numel() == 0) {
     for (const Tensor& grad : results) grad.zero_();
     return std::tuple_cat(results);
   }
 
-  const auto real = lse.scalar_type();
+  const auto real = forward.lse.scalar_type();
   const Tangents along = merging_as(x, cotangents);
-  const Tensor incoming = merging_as(out, grad_out);
+  const Tensor incoming = merging_as(forward.out, grad_out);
   const Gradients grads = of_operands(results);
   const Needs needs_of_operands = of_operands(needs);
   Workspace workspace;
@@ -158,9 +153,9 @@ TensorTuple<8> attention_backward_backward(
     t.cotangents = readable(heads.of(along), real);
     t.grad_out = with_unit_columns(heads.of_rows(incoming));
     if (grad_lse) t.grad_lse = heads.of_scalars(*grad_lse);
-    t.out = exact_output(heads.of_rows(out), heads.of_rows(out_rest), real);
-    t.lse = heads.of_scalars(lse);
-    t.lse_rest = heads.of_scalars(lse_rest);
+    t.out = exact_output(heads.of_rows(forward.out), heads.of_rows(forward.out_rest), real);
+    t.lse = heads.of_scalars(forward.lse);
+    t.lse_rest = heads.of_scalars(forward.lse_rest);
     const Tensor to_out_t = needs[0] ? heads.of_rows(results[0]) : Tensor();
     // Laid out as the output, batch dimensions merge as before.
     const bool in_place =

@@ -5,6 +5,7 @@
 #include "checks.h"
 #include "cpu/forward_pass.h"
 #include "cpu/readable.h"
+#include "internal_op.h"
 #include "layout.h"
 
 namespace qkv::cpu {

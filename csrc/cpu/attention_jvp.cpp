@@ -7,6 +7,7 @@
 #include "cpu/heads.h"
 #include "cpu/prepared_heads.h"
 #include "cpu/readable.h"
+#include "internal_op.h"
 #include "layout.h"
 
 namespace qkv::cpu {
@@ -38,25 +39,21 @@ void run_jvp(const Operands& x, const Tangents& tangents, const Tensor& out, con
       [&](int64_t unit, void* scratch) { kernels.jvp(params, prepared.get(), unit, scratch); });
 }
 
-TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor& lse,
-                             const Tensor& out_rest, const Tensor& lse_rest,
-                             const OptionalTensor& query_t, const OptionalTensor& key_t,
-                             const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
-                             const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
-  const Tangents tangents{query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t};
-  check_jvp(kJvpOp, x, out, lse, out_rest, lse_rest, tangents);
+TensorTuple<2> attention_jvp(const Operands& x, const ForwardResults& forward,
+                             const Tangents& tangents) {
+  check_jvp(kJvpOp, x, forward, tangents);
   check_batch_dimensions(kJvpOp, x);
   const Tensor out_t = empty_output(x), lse_t = empty_logsumexp(x);
-  if (lse.numel() == 0) return {out_t, lse_t};
-  const auto real = lse.scalar_type();
+  if (lse_t.numel() == 0) return {out_t, lse_t};
+  const auto real = lse_t.scalar_type();
   const Tangents along = merging_as(x, tangents);
   const auto run_in = real == at::kDouble ? &run_jvp<double> : &run_jvp<float>;
   for (const Heads& heads : ranges_of_heads(x)) {
     const Tensor to_out_t = heads.of_rows(out_t), to_lse_t = heads.of_scalars(lse_t);
     const Tensor real_out_t = writable(to_out_t, real);
     run_in(readable(heads.of(x), real), readable(heads.of(along), real),
-           exact_output(heads.of_rows(out), heads.of_rows(out_rest), real), heads.of_scalars(lse),
-           heads.of_scalars(lse_rest), real_out_t, to_lse_t);
+           exact_output(heads.of_rows(forward.out), heads.of_rows(forward.out_rest), real),
+           heads.of_scalars(forward.lse), heads.of_scalars(forward.lse_rest), real_out_t, to_lse_t);
     if (!real_out_t.is_same(to_out_t)) to_out_t.copy_(real_out_t);
     heads.put_scalars(to_lse_t, lse_t);
   }

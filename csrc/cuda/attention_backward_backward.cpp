@@ -10,6 +10,7 @@
 #include "cuda/gradients.h"
 #include "cuda/lse_of_tiles.h"
 #include "cuda/operands.h"
+#include "internal_op.h"
 #include "kernels/cuda/simt/tasks.h"
 #include "layout.h"
 
@@ -23,7 +24,7 @@ struct Tensors {
   Tangents cotangents;
   Tensor grad_out;
   OptionalTensor grad_lse;
-  Tensor out, lse, out_rest, lse_rest;
+  ForwardResults forward;
   Tensor out_t, lse_t, out_t_rest;  // the first two are also the gradients of grad_out, grad_lse
   Gradients grads;
   Needs needs;
@@ -38,11 +39,11 @@ void run_backward_backward(const Tensors& t) {
   describe(params.problem, t.x, batch);
   describe(task.directions, t.cotangents, batch);
   describe(params.grad_out, t.grad_out, batch);
-  describe(params.out, t.out, batch);
+  describe(params.out, t.forward.out, batch);
   describe(task.out_t, t.out_t, batch);
   describe(jvp.jvp.out_t, t.out_t, batch);
-  if (has_16_bits(t.out)) {
-    describe(task.backward.out_rest, t.out_rest, batch);
+  if (has_16_bits(t.forward.out)) {
+    describe(task.backward.out_rest, t.forward.out_rest, batch);
     describe(task.out_t_rest, t.out_t_rest, batch);
     describe(jvp.out_t_rest, t.out_t_rest, batch);
   }
@@ -61,49 +62,40 @@ void run_backward_backward(const Tensors& t) {
   jvp.out_rest = task.backward.out_rest;
 
   const Stream stream(t.x.query);
-  const LseOfTiles<T> of_tiles(kBackwardBackwardOp, params.problem, t.lse, t.lse_rest, stream);
+  const LseOfTiles<T> of_tiles(kBackwardBackwardOp, params.problem, t.forward, stream);
   of_tiles.tell(params);
   of_tiles.tell(jvp.jvp);
   check(kBackwardBackwardOp, kernels::simt::attention_jvp(jvp, stream.get()));
   if (std::none_of(t.needs.begin(), t.needs.end(), [](bool need) { return need; })) return;
-  const SumsOfRows<T> sums(t.lse, t.needs, task.backward);
-  const Tensor delta_t = at::empty_like(t.lse);
+  const SumsOfRows<T> sums(t.lse_t, t.needs, task.backward);
+  const Tensor delta_t = at::empty_like(t.lse_t);
   task.delta_t = static_cast<T*>(delta_t.data_ptr());
   check(kBackwardBackwardOp, kernels::simt::attention_backward_backward(task, stream.get()));
   sums.put(t.grads);
 }
 
-TensorTuple<8> attention_backward_backward(
-    const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-    const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
-    const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
-    const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
-    const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
-    NeedsOfSecond needs) {
-  const Tangents cotangents{grad_grad_query,     grad_grad_key,          grad_grad_value,
-                            grad_grad_attn_mask, grad_grad_alibi_slopes, grad_grad_sinks};
-  check_backward_backward(kBackwardBackwardOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
-                          cotangents, needs);
+TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad_out,
+                                           const OptionalTensor& grad_lse,
+                                           const ForwardResults& forward,
+                                           const Tangents& cotangents, NeedsOfSecond needs) {
+  check_backward_backward(kBackwardBackwardOp, x, grad_out, grad_lse, forward, cotangents, needs);
   check_batch_dimensions(kBackwardBackwardOp, x);
   const std::array<Tensor, 8> results = empty_gradients_of_second(x, grad_out, needs);
-  if (lse.numel() == 0) {
+  if (forward.lse.numel() == 0) {
     for (const Tensor& grad : results) grad.zero_();
     return std::tuple_cat(results);
   }
 
-  const auto real = lse.scalar_type();
+  const auto real = forward.lse.scalar_type();
   Tensors t;
   t.x = readable(x, real);
   t.cotangents = readable(merging_as(x, cotangents), real);
-  t.grad_out = with_unit_columns(merging_as(out, grad_out));
+  t.grad_out = with_unit_columns(merging_as(forward.out, grad_out));
   if (grad_lse) t.grad_lse = grad_lse->contiguous();
-  t.out = with_unit_columns(out);
-  t.lse = lse.contiguous();
-  t.out_rest = with_unit_columns(out_rest);
-  t.lse_rest = lse_rest.contiguous();
-  t.out_t = at::empty_like(t.out);
-  t.out_t_rest = at::empty_like(t.out_rest);
-  t.lse_t = needs[1] ? results[1] : at::empty_like(t.lse);
+  t.forward = readable(forward);
+  t.out_t = at::empty_like(t.forward.out);
+  t.out_t_rest = at::empty_like(t.forward.out_rest);
+  t.lse_t = needs[1] ? results[1] : at::empty_like(t.forward.lse);
   t.grads = of_operands(results);
   t.needs = of_operands(needs);
   if (t.needs[3]) t.grads[3] = writable(results[5], real);  // summed in memory, rounded once

@@ -5,6 +5,7 @@
 #include "checks.h"
 #include "cuda/operands.h"
 #include "cuda/stream.h"
+#include "internal_op.h"
 #include "kernels/cuda/simt/tasks.h"
 #include "layout.h"
 

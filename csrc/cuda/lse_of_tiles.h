@@ -16,12 +16,12 @@ namespace qkv::cuda {
 template <class T>
 class LseOfTiles {
  public:
-  LseOfTiles(const char* op, const kernels::Problem<T>& problem, const Tensor& lse_of_forward,
-             const Tensor& rest_of_forward, const Stream& stream)
-      : lse_(lse_of_forward), lse_rest_(rest_of_forward) {
+  LseOfTiles(const char* op, const kernels::Problem<T>& problem, const ForwardResults& forward,
+             const Stream& stream)
+      : lse_(forward.lse), lse_rest_(forward.lse_rest) {
     if (kernels::simt::forward_has_scores_of_derivatives(problem)) return;
-    lse_ = at::empty_like(lse_of_forward);
-    lse_rest_ = at::empty_like(rest_of_forward);
+    lse_ = at::empty_like(forward.lse);
+    lse_rest_ = at::empty_like(forward.lse_rest);
     kernels::simt::ForwardTask<T> task{};
     task.forward.problem = problem;
     task.forward.lse = static_cast<T*>(lse_.data_ptr());

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "internal_op.h"
 #include "layout.h"
 
 namespace qkv {
@@ -10,10 +11,9 @@ namespace qkv {
 namespace {
 
 TensorTuple<6> attention_backward(const Operands& x, const Tensor& grad_out,
-                                  const OptionalTensor& grad_lse, const Tensor& out,
-                                  const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
+                                  const OptionalTensor& grad_lse, const ForwardResults& forward,
                                   Needs needs) {
-  check_backward(kBackwardOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
+  check_backward(kBackwardOp, x, grad_out, grad_lse, forward, needs);
   return std::tuple_cat(empty_gradients(x, needs));
 }
 

@@ -3,23 +3,18 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "internal_op.h"
 #include "layout.h"
 
 namespace qkv {
 
 namespace {
 
-TensorTuple<8> attention_backward_backward(
-    const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-    const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
-    const OptionalTensor& grad_grad_query, const OptionalTensor& grad_grad_key,
-    const OptionalTensor& grad_grad_value, const OptionalTensor& grad_grad_attn_mask,
-    const OptionalTensor& grad_grad_alibi_slopes, const OptionalTensor& grad_grad_sinks,
-    NeedsOfSecond needs) {
-  check_backward_backward(kBackwardBackwardOp, x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
-                          {grad_grad_query, grad_grad_key, grad_grad_value, grad_grad_attn_mask,
-                           grad_grad_alibi_slopes, grad_grad_sinks},
-                          needs);
+TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad_out,
+                                           const OptionalTensor& grad_lse,
+                                           const ForwardResults& forward,
+                                           const Tangents& cotangents, NeedsOfSecond needs) {
+  check_backward_backward(kBackwardBackwardOp, x, grad_out, grad_lse, forward, cotangents, needs);
   return std::tuple_cat(empty_gradients_of_second(x, grad_out, needs));
 }
 

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "internal_op.h"
 #include "layout.h"
 #include "problem.h"
 

@@ -3,19 +3,16 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "internal_op.h"
 #include "layout.h"
 
 namespace qkv {
 
 namespace {
 
-TensorTuple<2> attention_jvp(const Operands& x, const Tensor& out, const Tensor& lse,
-                             const Tensor& out_rest, const Tensor& lse_rest,
-                             const OptionalTensor& query_t, const OptionalTensor& key_t,
-                             const OptionalTensor& value_t, const OptionalTensor& attn_mask_t,
-                             const OptionalTensor& alibi_slopes_t, const OptionalTensor& sinks_t) {
-  check_jvp(kJvpOp, x, out, lse, out_rest, lse_rest,
-            {query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t});
+TensorTuple<2> attention_jvp(const Operands& x, const ForwardResults& forward,
+                             const Tangents& tangents) {
+  check_jvp(kJvpOp, x, forward, tangents);
   return {empty_output(x), empty_logsumexp(x)};
 }
 

@@ -7,18 +7,14 @@ namespace qkv::vmap {
 namespace {
 
 TensorTuple<6> attention_backward(const Operands& x, const Tensor& grad_out,
-                                  const OptionalTensor& grad_lse, const Tensor& out,
-                                  const Tensor& lse, const Tensor& out_rest, const Tensor& lse_rest,
+                                  const OptionalTensor& grad_lse, const ForwardResults& forward,
                                   Needs needs) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
-  const Level level(x, {grad_out, grad_lse, out, lse, out_rest, lse_rest});
-  if (!level.any()) {
-    return attention_backward_op()(x, grad_out, grad_lse, out, lse, out_rest, lse_rest, needs);
-  }
-  Gradients grads = as_array(
-      attention_backward_op()(level.unwrap(x, needs), level.in_front(grad_out),
-                              level.in_front(grad_lse), level.in_front(out), level.in_front(lse),
-                              level.in_front(out_rest), level.in_front(lse_rest), needs));
+  const Level level(x, grad_out, grad_lse, forward);
+  if (!level.any()) return attention_backward_op()(x, grad_out, grad_lse, forward, needs);
+  Gradients grads =
+      as_array(attention_backward_op()(level.unwrap(x, needs), level.in_front(grad_out),
+                                       level.in_front(grad_lse), level.in_front(forward), needs));
   const auto inputs = x.tensors();
   for (size_t i = 0; i < grads.size(); ++i) {
     if (needs[i]) grads[i] = level.wrap_gradient(grads[i], *inputs[i]);

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "operands.h"
+#include "internal_op.h"
 
 // vmap for the internal operators: the mapped dimension becomes one more batch dimension, so that
 // one call of the kernel does it all.
@@ -18,14 +18,20 @@ namespace qkv::vmap {
 /// but the header that tells it cannot be included from an installed torch.)
 class Level {
  public:
-  Level(const Operands& x, std::vector<OptionalTensor> others = {}) {
-    const auto tensors = x.tensors();
-    others.insert(others.end(), tensors.begin(), tensors.end());
-    for (const OptionalTensor& t : others) {
+  /// Of the arguments of an internal operator, those that are tensors or have some.
+  template <class... Arguments>
+  explicit Level(const Arguments&... arguments) {
+    std::vector<OptionalTensor> tensors;
+    const auto add = [&](const auto& x) {
+      if constexpr (std::is_convertible_v<decltype(x), OptionalTensor>) tensors.push_back(x);
+    };
+    std::apply([&](const auto&... flat) { (add(flat), ...); },
+               std::tuple_cat(Argument<const Arguments&>::take_apart(arguments)...));
+    for (const OptionalTensor& t : tensors) {
       const auto* batched = t ? at::functorch::maybeGetBatchedImpl(*t) : nullptr;
       if (batched != nullptr) level_ = std::max(level_, batched->level());
     }
-    for (const OptionalTensor& t : others) {
+    for (const OptionalTensor& t : tensors) {
       if (maps(t)) size_ = split(*t).first.sym_size(*split(*t).second);
     }
   }
@@ -46,6 +52,10 @@ class Level {
 
   OptionalTensor in_front(const OptionalTensor& x) const {
     return x ? OptionalTensor(in_front(*x)) : std::nullopt;
+  }
+
+  ForwardResults in_front(const ForwardResults& x) const {
+    return {in_front(x.out), in_front(x.lse), in_front(x.out_rest), in_front(x.lse_rest)};
   }
 
   /// A tensor that is broadcast from the right to `rank` dimensions: the mapped dimension goes in

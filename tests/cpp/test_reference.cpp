@@ -7,6 +7,7 @@
 #include "call.h"
 #include "definition.h"
 #include "gradcheck.h"
+#include "internal_op.h"
 #include "reference.h"
 #include "samples.h"
 
@@ -42,8 +43,9 @@ TEST_P(ReferenceSamples, KernelsOfSecondOrderEqualItsFormulas) {
   torch::NoGradGuard no_grad;
   const qkv::Operands x = samples::call_of(GetParam()).operands;
   const auto operands = x.tensors();
-  const auto of_forward = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
-  const auto& [out, lse, out_rest, lse_rest] = of_forward;
+  const auto [out, lse, out_rest, lse_rest] =
+      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+  const qkv::ForwardResults forward{out, lse, out_rest, lse_rest};
   qkv::Tangents t;
   qkv::NeedsOfSecond needs = {true, true};
   for (size_t i = 0; i < t.size(); ++i) {
@@ -59,14 +61,12 @@ TEST_P(ReferenceSamples, KernelsOfSecondOrderEqualItsFormulas) {
     for (size_t i = 0; i < t.size(); ++i) {
       if (only == t.size() || only == i) d[i] = t[i];
     }
-    const auto moved =
-        qkv::as_array(jvp(x, out, lse, out_rest, lse_rest, d[0], d[1], d[2], d[3], d[4], d[5]));
+    const auto moved = qkv::as_array(jvp(x, forward, d));
     const auto moved_expected = qkv::as_array(qkv::reference::attention_jvp(x, d));
     for (size_t i = 0; i < moved.size(); ++i) {
       EXPECT_TRUE(near(moved[i], moved_expected[i])) << "jvp " << i << " along " << only;
     }
-    const auto grads = qkv::as_array(second(x, grad_out, grad_lse, out, lse, out_rest, lse_rest,
-                                            d[0], d[1], d[2], d[3], d[4], d[5], needs));
+    const auto grads = qkv::as_array(second(x, grad_out, grad_lse, forward, d, needs));
     const auto expected =
         qkv::as_array(qkv::reference::attention_backward_backward(x, grad_out, grad_lse, d, needs));
     for (size_t i = 0; i < grads.size(); ++i) {

@@ -8,7 +8,7 @@
 
 #include "cuda_emulation/device.h"
 #include "cuda_emulation/memory.h"
-#include "operands.h"
+#include "internal_op.h"
 
 // What the tests of the operators on the emulated device share: operands in every type, what they
 // are differentiated along, and how near to float64 results must be.

@@ -51,8 +51,8 @@ Results emulated(const qkv::Operands& x) {
   qkv::Needs needs;
   for (size_t i = 0; i < needs.size(); ++i) needs[i] = is_number(tensors[i]);
   const auto grads = qkv::as_array(qkv::InternalOp<qkv::Backward>("qkv::_attention_backward")(
-      x, incoming.out.to(out.scalar_type()), incoming.lse.to(lse.scalar_type()), out, lse, out_rest,
-      lse_rest, needs));
+      x, incoming.out.to(out.scalar_type()), incoming.lse.to(lse.scalar_type()),
+      {out, lse, out_rest, lse_rest}, needs));
   Results r{out, lse, {}};
   for (size_t i = 0; i < needs.size(); ++i) r.grads.push_back(needs[i] ? grads[i] : Tensor());
   return r;

@@ -72,12 +72,12 @@ Derivatives emulated(const qkv::Operands& x, const qkv::Tangents& directions,
   const auto [out, lse, out_rest, lse_rest] =
       qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
   const qkv::Tangents t = in_types_of(x, directions);
-  const auto moved = qkv::as_array(qkv::InternalOp<qkv::Jvp>("qkv::_attention_jvp")(
-      x, out, lse, out_rest, lse_rest, t[0], t[1], t[2], t[3], t[4], t[5]));
+  const auto moved = qkv::as_array(
+      qkv::InternalOp<qkv::Jvp>("qkv::_attention_jvp")(x, {out, lse, out_rest, lse_rest}, t));
   const auto grads =
       qkv::as_array(qkv::InternalOp<qkv::BackwardBackward>("qkv::_attention_backward_backward")(
-          x, incoming.out.to(out.scalar_type()), incoming.lse.to(lse.scalar_type()), out, lse,
-          out_rest, lse_rest, t[0], t[1], t[2], t[3], t[4], t[5], every(x)));
+          x, incoming.out.to(out.scalar_type()), incoming.lse.to(lse.scalar_type()),
+          {out, lse, out_rest, lse_rest}, t, every(x)));
   Derivatives all(moved.begin(), moved.end());
   all.insert(all.end(), grads.begin(), grads.end());
   return all;
@@ -177,8 +177,7 @@ TEST(SecondOrder, WhatNobodyNeedsIsNotComputed) {
   const auto launches = [&](qkv::NeedsOfSecond needs) {
     device::take_launches();
     qkv::InternalOp<qkv::BackwardBackward>("qkv::_attention_backward_backward")(
-        x, out, std::nullopt, out, lse, out.slice(-1, 0, 0), rest, x.query, std::nullopt,
-        std::nullopt, std::nullopt, std::nullopt, std::nullopt, needs);
+        x, out, std::nullopt, {out, lse, out.slice(-1, 0, 0), rest}, {x.query}, needs);
     return device::take_launches();
   };
   EXPECT_EQ(launches({true, true}), (Names{"attention_jvp"}));
