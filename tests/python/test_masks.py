@@ -443,7 +443,7 @@ def test_scores_far_beyond_the_softcap_do_not_move(dtype, size, softcap):
     first one's factor divided by the softcap."""
     g = samples.generator(0)
     query, key, value = (torch.randn(2, n, 8, generator=g) for n in (*size, size[1]))
-    for x in (query, key):  # scores of 1 or -1, and 0.2 more or less
+    for x in (query, key):  # scores of nearly 1 or -1
         x *= 0.02
         x[..., 0] = torch.where(x[..., 0] < 0, -1.0, 1.0)
     query, key, value = (x.to(dtype).requires_grad_() for x in (query, key, value))
