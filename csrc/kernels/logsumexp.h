@@ -27,15 +27,17 @@ QKV_INLINE void log_of_sums(typename Math::Number max, typename Math::Number sum
 }
 
 /// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was
-/// summed so far to normalise it.
+/// summed so far to normalise it: 0 for a row without keys, even if its sink is NaN.
 template <class T>
 QKV_INLINE T add_sink(T sink, T& max, T& sum) {
+  const T minus_infinity = -static_cast<T>(__builtin_huge_valf());
+  const bool has_keys = max != minus_infinity;
   const T new_max = max > sink ? max : sink;
-  if (new_max == -static_cast<T>(__builtin_huge_valf())) return T(0);
+  if (new_max == minus_infinity) return T(0);
   const T correction = natural_exp(max - new_max);
   sum = sum * correction + (sink == new_max ? T(1) : natural_exp(sink - new_max));
   max = new_max;
-  return correction / sum;
+  return has_keys ? correction / sum : T(0);
 }
 
 /// exp(sink - lse), the weight of a row's sink; 0 for a row of nothing whose sink is -inf too.

@@ -231,3 +231,39 @@ def test_values_of_zeros_are_not_rows_without_keys(dtype):
         out = qkv.attention(query, key, value, keep, sinks=sinks)
         (first,) = torch.autograd.grad(out, sinks, grad)
         assert first.isnan().tolist() == [reaches, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_values_of_zeros_below_a_large_sink_are_not_rows_without_keys(dtype):
+    """The keys have so little of the weight that the sink's rounds to 1."""
+    size = {torch.float32: 20.0, torch.float64: 40.0}[dtype]
+    rng = torch.Generator().manual_seed(0)
+    query, key, value_t, grad = torch.randn(4, 1, 2, 3, 4, generator=rng, dtype=dtype)
+
+    def second_order(op, dtype):
+        value = torch.zeros(1, 2, 3, 4, dtype=dtype, requires_grad=True)
+        sinks = torch.full((2,), size, dtype=dtype, requires_grad=True)
+        out = op(query.to(dtype), key.to(dtype), value, sinks=sinks)
+        out = out if isinstance(out, torch.Tensor) else out[0]
+        (first,) = torch.autograd.grad(out, value, grad.to(dtype), create_graph=True)
+        return torch.autograd.grad((first * value_t.to(dtype)).sum(), sinks)[0]
+
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    found, exact = (
+        second_order(qkv.attention, dtype),
+        second_order(definition.attention, torch.float64),
+    )
+    torch.testing.assert_close(found, exact.to(dtype), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_sink_of_nan_does_not_reach_rows_without_keys(dtype, rows):
+    query, key, value = torch.randn(3, 1, 2, rows, 4).to(dtype)
+    keep = torch.ones(rows, rows, dtype=torch.bool)
+    keep[-1] = False
+    sinks = torch.tensor([NAN, 0.0])
+    out, lse = qkv.attention_with_lse(query, key, value, keep, sinks=sinks)
+    assert (out[:, :, -1] == 0).all()
+    assert out[:, 0, :-1].isnan().all() and lse[:, 0].isnan().all()
+    assert out[:, 1].isfinite().all()

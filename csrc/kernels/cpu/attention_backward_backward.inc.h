@@ -308,10 +308,12 @@ inline void sink_gradient_t(const BackwardBackwardParams<T>& params, double* gra
   double sum = 0.0;
   for (int64_t i = 0; i < p.queries; ++i) {
     const int64_t scalar = unit * p.queries + i;
-    if (backward.lse[scalar] == -static_cast<T>(__builtin_inff())) continue;
-    const T weight = sink_weight(sink, backward.lse[scalar], backward.lse_rest[scalar]);
+    const T lse = backward.lse[scalar], rest = backward.lse_rest[scalar];
+    if (lse == -static_cast<T>(__builtin_inff())) continue;
+    const T weight = sink_weight(sink, lse, rest);
     T delta{}, delta_t{};
-    if (!rows.has_no_keys(weight, backward.out, i)) {
+    if (!has_no_keys(sink, lse, rest) || !rows.is_zero(backward.out, i) ||
+        !rows.is_zero(params.out_t, i)) {
       with_stored<T>(p.key_value_storage, [&](auto stored) {
         const auto* grad = rows.template row<decltype(stored)>(backward.grad_out, i);
         delta = dot<T>(grad, rows.row(backward.out, i), rows.width);
