@@ -26,6 +26,16 @@ QKV_INLINE void log_of_sums(typename Math::Number max, typename Math::Number sum
   rest = Math::select(Math::is_zero(lse - lse), (max - lse) + log_sum, Math::zero());
 }
 
+/// The rest of a row without keys, which no other row has: where a sink has all the weight, lse
+/// does not tell whether keys have too little to count or there are none.
+template <class T>
+constexpr T kRestWithoutKeys = -T(0);
+
+template <class T>
+QKV_INLINE bool has_no_keys(T lse_rest) {
+  return lse_rest == T(0) && T(1) / lse_rest < T(0);
+}
+
 /// Takes a sink into the maximum and the sum of a row. Returns what to multiply with what was
 /// summed so far to normalise it: 0 for a row without keys, even if its sink is NaN.
 template <class T>

@@ -101,7 +101,7 @@ struct ForwardParams {
   Operand<T> out;       // data == nullptr: lse alone, from the scores that derivatives compute
   Operand<T> out_rest;  // then: what rounding took from out
   T* lse;               // (B, Hq, M), dense
-  T* lse_rest;          // what rounding took from lse, laid out as it
+  T* lse_rest;          // what rounding took from lse, laid out as it; -0 of a row without keys
   // With few rows the keys are cut into ranges: [B][Hkv][split][rows of a head][Dv + 2], or
   // nullptr.
   T* partial;

@@ -312,8 +312,7 @@ inline void sink_gradient_t(const BackwardBackwardParams<T>& params, double* gra
     if (lse == -static_cast<T>(__builtin_inff())) continue;
     const T weight = sink_weight(sink, lse, rest);
     T delta{}, delta_t{};
-    if (!has_no_keys(sink, lse, rest) || !rows.is_zero(backward.out, i) ||
-        !rows.is_zero(params.out_t, i)) {
+    if (!has_no_keys(rest)) {
       with_stored<T>(p.key_value_storage, [&](auto stored) {
         const auto* grad = rows.template row<decltype(stored)>(backward.grad_out, i);
         delta = dot<T>(grad, rows.row(backward.out, i), rows.width);

@@ -90,14 +90,15 @@ struct OutputTangent {
     const auto out_t_rows = tile.rows_in(params.out_t);
     for (int r = 0; r < tile.rows; ++r) {
       const int64_t scalar = tile.scalar(p, r);
+      const T rest = params.lse_rest[scalar];
       T of_out = rounds ? rounded[r] : lse_t[r];
       if (work.along.sinks.data != nullptr) {
-        const T weight = sink_weight(tile.number_of_head(p.sinks, r), params.lse[scalar],
-                                     params.lse_rest[scalar]);
+        const T weight = sink_weight(tile.number_of_head(p.sinks, r), params.lse[scalar], rest);
         const T moved = weight * tile.number_of_head(work.along.sinks, r);
         lse_t[r] += moved;
         of_out += moved;
       }
+      if (has_no_keys(rest)) of_out = T(0);  // its output stays 0, whatever its sink does
       params.lse_t[scalar] = lse_t[r];
       const T* out = out_rows[r];
       T* to = out_t_rows[r];

@@ -135,7 +135,9 @@ class ForwardTile {
 
   void write_results() {
     alignas(64) T max[kRows], sum[kRows], factor[kRows], normaliser[kRows], lse[kRows], rest[kRows];
+    bool has_keys[kRows];
     store_softmax(max, sum, factor);
+    for (int r = 0; r < tile_.rows; ++r) has_keys[r] = sum[r] != T(0);
     for (int v = 0; v < Source::kVectors; ++v) {
       S::store(normaliser + v * S::kWidth, softmax_[v].normaliser());
     }
@@ -153,7 +155,7 @@ class ForwardTile {
     for (int r = 0; r < tile_.rows; ++r) {
       const int64_t scalar = tile_.scalar(p_, r);
       params_.lse[scalar] = lse[r];
-      params_.lse_rest[scalar] = rest[r];
+      params_.lse_rest[scalar] = has_keys[r] ? rest[r] : kRestWithoutKeys<T>;
     }
     if (params_.out.data == nullptr) return;
     OutputRows<T, kRows>(params_, tile_).write_transposed(out_t_, normaliser);

@@ -35,25 +35,7 @@ struct HeadRows {
     return reinterpret_cast<const Stored*>(x.data) + batch.offset(x.batch_stride) +
            head * x.head_stride + i * x.row_stride;
   }
-
-  /// Whether row i of an output, or of its tangent, is 0.
-  template <class Stored = T>
-  bool is_zero(const Operand<const T>& out, int64_t i) const {
-    const Stored* out_i = row<Stored>(out, i);
-    for (int64_t d = 0; d < width; ++d) {
-      if (static_cast<T>(out_i[d]) != T(0)) return false;
-    }
-    return true;
-  }
 };
-
-/// Whether a row whose output is 0 has no keys: its logsumexp is its sink, to the last bit of the
-/// rest. Whatever comes for that output, NaN as well, does not matter. (Keys that leave no bit have
-/// less than 2^-24 of the weight, 2^-53 in float64.)
-template <class T>
-inline bool has_no_keys(T sink, T lse, T lse_rest) {
-  return sink == lse && lse_rest == T(0);
-}
 
 template <class T>
 inline void head_gradient(const HeadGradientParams<T>& params, int64_t unit) {
@@ -79,9 +61,10 @@ inline void head_gradient(const HeadGradientParams<T>& params, int64_t unit) {
       const T rest = backward.lse_rest[first_scalar + i];
       const T weight = sink_weight(sink, lse, rest);
       T delta{};
+      // Whatever comes for the output of a row without keys, NaN as well, does not matter.
       with_stored<T>(p.key_value_storage, [&](auto stored) {
         using Stored = decltype(stored);
-        if (has_no_keys(sink, lse, rest) && rows.template is_zero<Stored>(backward.out, i)) return;
+        if (has_no_keys(rest)) return;
         delta = dot_with_exact<T>(rows.template row<Stored>(backward.grad_out, i),
                                   rows.template row<Stored>(backward.out, i),
                                   rows.template row<Stored>(backward.out_rest, i), rows.width);

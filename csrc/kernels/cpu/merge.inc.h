@@ -48,7 +48,8 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
       factor[s] = max_s == minus_infinity ? T(0) : natural_exp(max_s - max);
       sum += factor[s] * parts[s * step + p.value_dim + 1];
     }
-    T normaliser = sum == T(0) ? T(0) : T(1) / sum;
+    const bool has_keys = sum != T(0);
+    T normaliser = has_keys ? T(1) / sum : T(0);
     if (p.sinks.data != nullptr) normaliser = add_sink(tile.number_of_head(p.sinks, r), max, sum);
     normaliser *= dropout_scale<T>(p.dropout);
     const int64_t columns = params.out.data != nullptr ? p.value_dim : 0;
@@ -65,6 +66,7 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
     }
     const int64_t scalar = tile.scalar(p, r);
     log_of_sum(max, sum, params.lse[scalar], params.lse_rest[scalar]);
+    if (!has_keys) params.lse_rest[scalar] = kRestWithoutKeys<T>;
   }
 }
 
