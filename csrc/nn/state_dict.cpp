@@ -1,14 +1,21 @@
 #include <ATen/ATen.h>
 #include <caffe2/serialize/inline_container.h>
 #include <qkv/nn.h>
+#include <sys/stat.h>
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/csrc/jit/serialization/pickler.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <random>
 #include <sstream>
+#include <system_error>
 
 namespace qkv::nn {
 
@@ -76,10 +83,71 @@ StateDict read(const std::string& path) {
   }
 }
 
+/// A file that is there once it is whole. Until done() it has another name in the same folder, and
+/// what has its own name stays. (What is there and no regular file, as a pipe, is written to.)
+///
+/// Without std::filesystem: libtorch.so exports one of its own, which a program may get, and crash.
+class WholeFile {
+ public:
+  explicit WholeFile(const std::string& path) : path_(path), target_(path), written_(path) {
+    struct stat there, link;
+    const bool replaces = ::stat(path.c_str(), &there) == 0 && S_ISREG(there.st_mode);
+    if (replaces) {
+      check(::access(path.c_str(), W_OK) == 0);
+      char* led_to = ::realpath(path.c_str(), nullptr);  // so that a link stays one
+      check(led_to != nullptr);
+      target_ = led_to;
+      std::free(led_to);
+    }
+    if (replaces || ::lstat(path.c_str(), &link) != 0) {
+      written_ = c10::str(target_, '.', std::random_device()(), ".part");
+    }
+    stream_.open(written_, std::ios::binary);
+    check(stream_.is_open());
+    if (replaces) ::chmod(written_.c_str(), there.st_mode & 07777);
+  }
+
+  WholeFile(const WholeFile&) = delete;
+  WholeFile& operator=(const WholeFile&) = delete;
+
+  ~WholeFile() {
+    if (written_ != target_) std::remove(written_.c_str());
+  }
+
+  void write(const void* data, size_t size) {
+    if (error_ == 0 && !stream_.write(static_cast<const char*>(data), size)) error_ = errno;
+  }
+
+  void done() {
+    errno = error_;
+    check(error_ == 0);
+    stream_.close();
+    check(stream_.good());
+    if (written_ == target_) return;
+    check(std::rename(written_.c_str(), target_.c_str()) == 0);
+    written_ = target_;
+  }
+
+ private:
+  void check(bool good) const {
+    TORCH_CHECK_VALUE(good, "qkv::nn::save_state_dict: cannot write ", path_, ": ",
+                      std::generic_category().message(errno));
+  }
+
+  std::string path_, target_, written_;  // as given, where it leads to, and what it is until then
+  std::ofstream stream_;
+  int error_ = 0;  // of the first write that failed
+};
+
 /// The records of a dict, of which `pickled` is all but its tensors.
 void write_archive(const std::string& path, const std::string& pickled,
                    const std::vector<at::Tensor>& tensors) {
-  caffe2::serialize::PyTorchStreamWriter archive(path);
+  WholeFile file(path);
+  // It throws in its destructor, which ends the process, after a write that failed: none does.
+  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, size_t size) {
+    file.write(data, size);
+    return size;
+  });
   archive.writeRecord("data.pkl", pickled.data(), pickled.size());
   size_t number = 0;
   for (const at::Tensor& tensor : tensors) {
@@ -87,6 +155,7 @@ void write_archive(const std::string& path, const std::string& pickled,
                         tensor.storage().nbytes());
   }
   archive.writeEndOfFile();
+  file.done();
 }
 
 /// The keys of a that b lacks, for a message.
@@ -120,6 +189,8 @@ void load_state_dict(torch::nn::Module& module, const std::string& path) {
 void save_state_dict(const torch::nn::Module& module, const std::string& path) {
   c10::impl::GenericDict dict(c10::StringType::get(), c10::TensorType::get());
   for (const auto& [name, tensor] : state_dict_of(module)) {
+    TORCH_CHECK_VALUE(!tensor.is_meta(), "qkv::nn::save_state_dict: ", name,
+                      " is on meta, which holds no numbers");
     dict.insert(name, tensor.detach().cpu());  // can be read on a machine without that device
   }
 
@@ -131,14 +202,7 @@ void save_state_dict(const torch::nn::Module& module, const std::string& path) {
   pickler.protocol();
   pickler.pushIValue(dict);
   pickler.stop();
-  try {
-    write_archive(path, pickled, pickler.tensorData());
-  } catch (const std::exception& error) {  // of LibTorch's, which need not name the file
-    const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-    TORCH_CHECK_VALUE(false, "qkv::nn::save_state_dict: cannot write ", path,
-                      " (LibTorch: ", of_torch ? of_torch->what_without_backtrace() : error.what(),
-                      ")");
-  }
+  write_archive(path, pickled, pickler.tensorData());
 }
 
 }  // namespace qkv::nn

@@ -275,7 +275,8 @@ QKV_API void load_state_dict(torch::nn::Module& module, const std::string& path)
 
 /// Writes a module's parameters and buffers as a dict of tensors, for load_state_dict() and for
 /// Python's torch.load(path).
-/// \throws c10::ValueError if the file cannot be written.
+/// \throws c10::ValueError if the file cannot be written, or if the module is on meta, naming what;
+/// then a file of that name is as it was.
 QKV_API void save_state_dict(const torch::nn::Module& module, const std::string& path);
 
 }  // namespace qkv::nn

@@ -13,8 +13,15 @@ def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
 
     It is ``torch.save`` of a plain dict: the OrderedDict that ``state_dict()`` returns cannot be
     read by LibTorch.
+
+    Raises:
+        RuntimeError: if the module is on meta, or if the file cannot be written.
     """
-    torch.save({name: x.detach() for name, x in module.state_dict().items()}, path)
+    state = module.state_dict()
+    for name, x in state.items():
+        if isinstance(x, Tensor) and x.is_meta:
+            raise RuntimeError(f"qkv.nn.save_state_dict: {name} is on meta, which holds no numbers")
+    torch.save({name: x.detach() for name, x in state.items()}, path)
 
 
 def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:

@@ -2,7 +2,14 @@
 #include <qkv/qkv.h>
 #include <torch/torch.h>
 
-#include <filesystem>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
 #include <sstream>
 
 namespace {
@@ -29,6 +36,58 @@ Tensor plain_attention(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }
 
 Tensor lower_triangle(int64_t n) { return torch::ones({n, n}, torch::kBool).tril(); }
+
+/// What a call has to say against its arguments.
+std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::ValueError& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+std::string contents(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// A folder of its own that goes with the test, if nothing is left in it but the files named.
+struct Folder {
+  explicit Folder(std::vector<std::string> files) : files_(std::move(files)) {
+    EXPECT_NE(::mkdtemp(path.data()), nullptr);
+  }
+  ~Folder() {
+    for (const std::string& file : files_) std::remove((*this / file).c_str());
+    EXPECT_EQ(::rmdir(path.c_str()), 0);
+  }
+  std::string operator/(const std::string& file) const { return path + "/" + file; }
+
+  std::string path = ::testing::TempDir() + "qkv_test_XXXXXX";
+
+ private:
+  std::vector<std::string> files_;
+};
+
+/// Files may grow to so many bytes only, as on a full disk.
+struct LimitedFiles {
+  explicit LimitedFiles(rlim_t bytes) {
+    ::getrlimit(RLIMIT_FSIZE, &before);
+    const rlimit limited{bytes, before.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &limited);
+  }
+  ~LimitedFiles() {
+    ::setrlimit(RLIMIT_FSIZE, &before);
+    std::signal(SIGXFSZ, signal);
+  }
+  rlimit before;
+  void (*signal)(int) = std::signal(SIGXFSZ, SIG_IGN);
+};
+
+/// With one parameter.
+struct OneTensor : torch::nn::Module {
+  explicit OneTensor(const Tensor& x) { register_parameter("x", x, /*requires_grad=*/false); }
+};
 
 class Modules : public ::testing::Test {
  protected:
@@ -221,7 +280,8 @@ TEST_F(Modules, CloneToAndSave) {
 }
 
 TEST_F(Modules, StateDicts) {
-  const std::string path = std::filesystem::temp_directory_path() / "qkv_test_state_dict.pt";
+  const Folder folder({"state_dict.pt"});
+  const std::string path = folder / "state_dict.pt";
   MultiheadAttention module(8, 2);
   const Tensor x = torch::randn({1, 4, 8});
   for (const bool own_format : {true, false}) {
@@ -234,13 +294,8 @@ TEST_F(Modules, StateDicts) {
     load_state_dict(*loaded, path);
     EXPECT_TRUE(torch::equal(loaded(x), module(x)));
   }
-  const auto message = [&](torch::nn::Module& other, const std::string& file) -> std::string {
-    try {
-      load_state_dict(other, file);
-    } catch (const c10::ValueError& error) {
-      return error.what();
-    }
-    return "";
+  const auto message = [](torch::nn::Module& other, const std::string& file) {
+    return refusal([&] { load_state_dict(other, file); });
   };
   SelfAttention other(8, 8);
   EXPECT_NE(message(*other, path).find("missing: [], unexpected: [w_k.bias, w_o.bias"),
@@ -248,7 +303,44 @@ TEST_F(Modules, StateDicts) {
   MultiheadAttention wider(16, 2);
   EXPECT_NE(message(*wider, path).find("w_k.bias has shape [16]"), std::string::npos);
   EXPECT_NE(message(*other, "/nonexistent").find("cannot read /nonexistent"), std::string::npos);
-  std::filesystem::remove(path);
+}
+
+TEST_F(Modules, AFileThatCannotBeWrittenStaysAsItWas) {
+  const Folder folder({"weights.pt", "link.pt"});
+  const std::string path = folder / "weights.pt", link = folder / "link.pt";
+  ASSERT_EQ(::symlink(path.c_str(), link.c_str()), 0);
+  SelfAttention module(64, 64);
+  const auto save = [&](const std::string& to) {
+    return refusal([&] { save_state_dict(*module, to); });
+  };
+  const auto cannot = [](const std::string& file, const char* why) {
+    return "qkv::nn::save_state_dict: cannot write " + file + ": " + why;
+  };
+  ASSERT_EQ(save(path), "");
+  ASSERT_EQ(::chmod(path.c_str(), 0640), 0);
+  const std::string before = contents(path);
+  torch::nn::init::ones_(module->w_q->weight);
+  for (const auto& file : {path, link, folder / "new.pt"}) {
+    const LimitedFiles limited(10000);
+    EXPECT_EQ(save(file), cannot(file, "File too large"));
+    EXPECT_EQ(contents(path), before);
+  }
+  EXPECT_EQ(save("/dev/full"), cannot("/dev/full", "No space left on device"));
+  EXPECT_EQ(save("/nonexistent/file"), cannot("/nonexistent/file", "No such file or directory"));
+  EXPECT_EQ(save(folder.path), cannot(folder.path, "Is a directory"));
+
+  EXPECT_EQ(save(link), "");
+  EXPECT_NE(contents(path), before);
+  struct stat kept;
+  EXPECT_TRUE(::lstat(link.c_str(), &kept) == 0 && S_ISLNK(kept.st_mode));
+  EXPECT_TRUE(::stat(path.c_str(), &kept) == 0 && (kept.st_mode & 0777) == 0640);
+  SelfAttention loaded(64, 64);
+  load_state_dict(*loaded, link);
+  EXPECT_TRUE(torch::equal(loaded->w_q->weight, module->w_q->weight));
+
+  OneTensor on_meta(torch::zeros({2}, torch::kMeta));
+  EXPECT_EQ(refusal([&] { save_state_dict(on_meta, path); }),
+            "qkv::nn::save_state_dict: x is on meta, which holds no numbers");
 }
 
 TEST_F(Modules, InSequential) {

@@ -334,8 +334,15 @@ def test_meta_holds_no_numbers(tmp_path):
     qkv.nn.save_state_dict(qkv.nn.SelfAttention(8, 4), tmp_path / "file")
     with torch.device("meta"):
         other = qkv.nn.SelfAttention(8, 4)
-    with pytest.raises(RuntimeError, match="is on meta, which holds no numbers"):
+    with pytest.raises(
+        RuntimeError, match="load_state_dict: w_q.weight is on meta, which holds no"
+    ):
         qkv.nn.load_state_dict(other, tmp_path / "file")
+    with pytest.raises(
+        RuntimeError, match="save_state_dict: w_q.weight is on meta, which holds no"
+    ):
+        qkv.nn.save_state_dict(other, tmp_path / "meta")
+    assert not (tmp_path / "meta").exists()
 
 
 @pytest.mark.parametrize("kind", ["ordered_dict", "text", "nothing", "folder"])
