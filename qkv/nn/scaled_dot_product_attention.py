@@ -44,6 +44,40 @@ class ScaledDotProductAttention(torch.nn.Module):
         Returns:
             (B.., H, M, Dv).
         """
+        return self._attend(query, key, value, attn_mask, self._key_mask(key_padding_mask))
+
+    @torch.jit.export
+    def forward_with_weights(
+        self,
+        query: Tensor,
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
+        attn_mask: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor]:
+        """The output and the weights (B.., H, M, N), before dropout."""
+        key_mask = self._key_mask(key_padding_mask)
+        weights = torch.ops.qkv.attention_weights(
+            query,
+            query if key is None else key,
+            attn_mask,
+            self.causal,
+            scale=self.scale,
+            key_mask=key_mask,
+        )
+        return self._attend(query, key, value, attn_mask, key_mask), weights
+
+    def _key_mask(self, key_padding_mask: Optional[Tensor]) -> Optional[Tensor]:
+        return key_mask_of("qkv.nn.ScaledDotProductAttention", key_padding_mask)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Optional[Tensor],
+        value: Optional[Tensor],
+        attn_mask: Optional[Tensor],
+        key_mask: Optional[Tensor],
+    ) -> Tensor:
         if key is None:
             key = query
         if value is None:
@@ -56,28 +90,8 @@ class ScaledDotProductAttention(torch.nn.Module):
             self.dropout if self.training else 0.0,
             self.causal,
             scale=self.scale,
-            key_mask=key_mask_of("qkv.nn.ScaledDotProductAttention", key_padding_mask),
+            key_mask=key_mask,
         )
-
-    @torch.jit.export
-    def forward_with_weights(
-        self,
-        query: Tensor,
-        key: Optional[Tensor] = None,
-        value: Optional[Tensor] = None,
-        attn_mask: Optional[Tensor] = None,
-        key_padding_mask: Optional[Tensor] = None,
-    ) -> Tuple[Tensor, Tensor]:
-        """The output and the weights (B.., H, M, N), before dropout."""
-        weights = torch.ops.qkv.attention_weights(
-            query,
-            query if key is None else key,
-            attn_mask,
-            self.causal,
-            scale=self.scale,
-            key_mask=key_mask_of("qkv.nn.ScaledDotProductAttention", key_padding_mask),
-        )
-        return self.forward(query, key, value, attn_mask, key_padding_mask), weights
 
     def extra_repr(self) -> str:
         scale = "" if self.scale is None else f"scale={self.scale}, "

@@ -92,6 +92,20 @@ def test_scripted(name):
 
 
 @pytest.mark.parametrize("name", TWINS)
+def test_traced(name):
+    """By itself, not inside another module: trace then compiles what is exported beside forward."""
+    module, inputs = make_twin(name)
+    traced = torch.jit.trace(module, example_kwarg_inputs=inputs)
+    others = {n: x if x.dtype == torch.bool else torch.randn(x.shape) for n, x in inputs.items()}
+    for given in (inputs, others):
+        assert torch.equal(traced(**given), module(**given))
+        for t, e in zip(
+            traced.forward_with_weights(**given), module.forward_with_weights(**given), strict=True
+        ):
+            assert torch.equal(t, e)
+
+
+@pytest.mark.parametrize("name", TWINS)
 def test_weights_belong_to_the_output(name):
     """The output of the fused path is what the weights make of the values."""
     module, inputs = make_twin(name)
