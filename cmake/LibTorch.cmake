@@ -4,23 +4,22 @@
 # CUDA toolkit even of those who only want the CPU, and adds its own architectures to every .cu.
 # This looks for the same files and nothing else.
 #
-#   QKV_TORCH_DIR   the torch directory (with include/ and lib/). Default: the directory that an
-#                   enclosing Torch_DIR or CMAKE_PREFIX_PATH points into, else that of the torch
-#                   which ${Python3_EXECUTABLE} (or python3) imports.
+#   QKV_TORCH_DIR   the torch directory (with include/ and lib/). Default: the directory that
+#                   Torch_DIR, Torch_ROOT or CMAKE_PREFIX_PATH, as variables or in the environment,
+#                   point to or into, else that of the torch which ${Python3_EXECUTABLE} (or python3)
+#                   imports.
 
 if(NOT QKV_TORCH_DIR)
-  set(_qkv_prefixes "")
-  if(Torch_DIR)
-    list(APPEND _qkv_prefixes "${Torch_DIR}/../../..")
-  endif()
-  foreach(_qkv_prefix IN LISTS CMAKE_PREFIX_PATH)
-    list(APPEND _qkv_prefixes "${_qkv_prefix}" "${_qkv_prefix}/../..")
-  endforeach()
-  foreach(_qkv_prefix IN LISTS _qkv_prefixes)
-    if(EXISTS "${_qkv_prefix}/lib/libtorch_cpu.so" AND EXISTS "${_qkv_prefix}/include/ATen")
-      get_filename_component(QKV_TORCH_DIR "${_qkv_prefix}" REALPATH)
-      break()
-    endif()
+  # In find_package's order; torch.utils.cmake_prefix_path is torch/share/cmake, and Torch_DIR its Torch.
+  file(TO_CMAKE_PATH "$ENV{Torch_ROOT}" _qkv_root)
+  file(TO_CMAKE_PATH "$ENV{Torch_DIR}:$ENV{CMAKE_PREFIX_PATH}" _qkv_environment)
+  foreach(_qkv_prefix IN LISTS Torch_DIR Torch_ROOT _qkv_root CMAKE_PREFIX_PATH _qkv_environment)
+    foreach(_qkv_up IN ITEMS "" "/../.." "/../../..")
+      if(NOT QKV_TORCH_DIR AND EXISTS "${_qkv_prefix}${_qkv_up}/lib/libtorch_cpu.so"
+         AND EXISTS "${_qkv_prefix}${_qkv_up}/include/ATen")
+        get_filename_component(QKV_TORCH_DIR "${_qkv_prefix}${_qkv_up}" REALPATH)
+      endif()
+    endforeach()
   endforeach()
 endif()
 
@@ -28,10 +27,12 @@ if(NOT QKV_TORCH_DIR)
   if(NOT Python3_EXECUTABLE)
     find_program(Python3_EXECUTABLE NAMES python3 python REQUIRED)
   endif()
-  # Without importing torch, which would take seconds.
+  # Without importing torch, which would take seconds; and not a torch/ in this folder, which -c would
+  # look at first.
   execute_process(
-    COMMAND "${Python3_EXECUTABLE}" -c
-            "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+    COMMAND "${Python3_EXECUTABLE}" -c "import sys, importlib.util as u
+sys.path = [path for path in sys.path if path]
+print(u.find_spec('torch').submodule_search_locations[0])"
     OUTPUT_VARIABLE QKV_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE
     RESULT_VARIABLE _qkv_result ERROR_QUIET)
   if(NOT _qkv_result EQUAL 0)

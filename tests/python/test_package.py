@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,55 @@ def test_another_torch_is_refused(monkeypatch):
 def test_version():
     header = (ROOT / "include/qkv/version.h").read_text()
     assert f'#define QKV_VERSION "{qkv.__version__}"' in header
+
+
+@pytest.mark.parametrize(
+    "name, leads_to",
+    [
+        ("QKV_TORCH_DIR", "torch"),
+        ("Torch_DIR", "torch/share/cmake/Torch"),
+        ("Torch_ROOT", "torch"),
+        ("CMAKE_PREFIX_PATH", "torch"),
+        ("CMAKE_PREFIX_PATH", "torch/share/cmake"),
+        ("PYTHONPATH", "."),
+    ],
+)
+def test_cmake_finds_libtorch(name, leads_to, tmp_path):
+    """In a variable and in the environment; a torch/ where CMake is run is no package of Python's."""
+    torch_dir = tmp_path / "site" / "torch"
+    here = tmp_path / "here"
+    for folder in ("lib", "include/ATen", "include/torch/headeronly", "share/cmake/Torch"):
+        (torch_dir / folder).mkdir(parents=True)
+    for file in (torch_dir / "lib/libtorch_cpu.so", torch_dir / "__init__.py"):
+        file.touch()
+    (torch_dir / "include/torch/headeronly/version.h").write_text(
+        "".join(f"#define TORCH_VERSION_{x} 99\n" for x in ("MAJOR", "MINOR", "PATCH"))
+    )
+    (here / "torch").mkdir(parents=True)
+    (here / "torch" / "__init__.py").touch()
+    (here / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.22)\nproject(finds NONE)\n"
+        f"include({ROOT}/cmake/LibTorch.cmake)\n"
+    )
+    value = tmp_path / "site" / leads_to
+    ways = [([f"-D{name}={tmp_path};{value}"], {}), ([], {name: f"{tmp_path}:{value}"})]
+    if not name.endswith("PATH"):  # one folder, not several
+        ways = [([f"-D{name}={value}"], {}), ([], {name: str(value)})]
+    if name == "QKV_TORCH_DIR":
+        ways.pop()
+    elif name == "PYTHONPATH":
+        ways.pop(0)
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for number, (options, environment) in enumerate(ways):
+        done = subprocess.run(
+            [shutil.which("cmake", path=beside), "-S", here, "-B", tmp_path / str(number)]
+            + [f"-DPython3_EXECUTABLE={sys.executable}", *options],
+            capture_output=True,
+            text=True,
+            cwd=here,
+            env={"PATH": beside, **environment},
+        )
+        assert f"-- qkv: torch 99.99.99 in {torch_dir}\n" in done.stdout, done.stderr
 
 
 def test_pip_install(tmp_path):
