@@ -1,6 +1,8 @@
 """Finds libqkv.so and loads it, which registers the operators and the KVCache class."""
 
+import ctypes
 import json
+import os
 import re
 from pathlib import Path
 
@@ -33,11 +35,21 @@ def version(path: Path) -> str:
     return _build(path)["version"]
 
 
+def _is_loaded(path: Path) -> bool:
+    """This very file, by whatever name."""
+    try:
+        ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return False
+    return True
+
+
 def load() -> Path:
     """Loads the library and returns where it is.
 
     Raises:
-        ImportError: if it is not built, or was built for another torch than this one.
+        ImportError: if it is not built, was built for another torch than this one, or if another
+            copy of it is loaded.
     """
     path = _find()
     built_for = _build(path)["torch"]
@@ -45,6 +57,12 @@ def load() -> Path:
         raise ImportError(
             f"qkv: {path} was built for torch {built_for}, but this is torch {torch.__version__}; "
             "LibTorch's C++ interface changes between minor versions, so qkv must be built again."
+        )
+    # LibTorch would end the process.
+    if torch._C._jit_get_schemas_for_operator("qkv::attention") and not _is_loaded(path):
+        raise ImportError(
+            f"qkv: a process can load one copy of libqkv only, but before {path} another library "
+            f"has registered qkv::attention; loaded are {sorted(torch.ops.loaded_libraries)}"
         )
     torch.ops.load_library(str(path))
     return path

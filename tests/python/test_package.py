@@ -179,6 +179,22 @@ def test_another_torch_is_refused(monkeypatch):
         _library.load()
 
 
+def test_the_library_may_be_loaded_before_but_not_a_copy(tmp_path):
+    link, copy = tmp_path / "link.so", tmp_path / "libqkv.so"
+    link.symlink_to(qkv.library_path)
+    shutil.copy(qkv.library_path, copy)
+    program = "import torch; torch.ops.load_library('{}'); import qkv; print(qkv.library_path)"
+    for same in (qkv.library_path, link):
+        done = python(program.format(same))
+        assert done.stdout == f"{qkv.library_path}\n", done.stderr
+    done = python(program.format(copy))
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "ImportError: qkv: a process can load one copy of libqkv only, but before "
+        f"{qkv.library_path} another library has registered qkv::attention; loaded are ['{copy}']\n"
+    )
+
+
 def test_version():
     header = (ROOT / "include/qkv/version.h").read_text()
     assert f'#define QKV_VERSION "{qkv.__version__}"' in header
