@@ -1,3 +1,4 @@
+#include <c10/util/safe_numerics.h>
 #include <qkv/nn.h>
 #include <torch/nn/init.h>
 
@@ -48,6 +49,10 @@ void MultiheadAttentionImpl::reset() {
                     " and num_kv_heads=", kv_heads);
   const int64_t head_dim = head_dim_of(options);
   check_positive(kMultiheadAttention, "head_dim", head_dim);
+  int64_t width = 0;
+  TORCH_CHECK_VALUE(!c10::mul_overflows(options.num_heads(), head_dim, &width), kMultiheadAttention,
+                    ": num_heads * head_dim must be less than 2^63, but num_heads=",
+                    options.num_heads(), " and head_dim=", head_dim);
   const int64_t kdim = options.kdim().value_or(options.embed_dim());
   const int64_t vdim = options.vdim().value_or(options.embed_dim());
   check_positive(kMultiheadAttention, "kdim", kdim);
@@ -65,10 +70,10 @@ void MultiheadAttentionImpl::reset() {
     return register_module(
         name, torch::nn::Linear(torch::nn::LinearOptions(from, to).bias(options.bias())));
   };
-  w_q = linear("w_q", options.embed_dim(), options.num_heads() * head_dim);
+  w_q = linear("w_q", options.embed_dim(), width);
   w_k = linear("w_k", kdim, kv_heads * head_dim);
   w_v = linear("w_v", vdim, kv_heads * head_dim);
-  w_o = linear("w_o", options.num_heads() * head_dim, options.embed_dim());
+  w_o = linear("w_o", width, options.embed_dim());
   reset_parameters();
 }
 

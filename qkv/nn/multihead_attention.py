@@ -78,6 +78,11 @@ class MultiheadAttention(torch.nn.Module):
                 )
             head_dim = embed_dim // num_heads
         check_positive(name, head_dim=head_dim)
+        if num_heads * head_dim >= 2**63:
+            raise ValueError(
+                f"{name}: num_heads * head_dim must be less than 2^63, but num_heads={num_heads} "
+                f"and head_dim={head_dim}"
+            )
         self.embed_dim = embed_dim
         self.kdim = kdim
         self.vdim = vdim

@@ -63,6 +63,10 @@ TEST(Errors, Modules) {
       "num_kv_heads=3",
       [] { MultiheadAttention(MultiheadAttentionOptions(8, 4).num_kv_heads(3)); });
   expect_error<c10::ValueError>(
+      "qkv::nn::MultiheadAttention: num_heads * head_dim must be less than 2^63, but num_heads=4 "
+      "and head_dim=4611686018427387904",
+      [] { MultiheadAttention(MultiheadAttentionOptions(8, 4).head_dim(int64_t{1} << 62)); });
+  expect_error<c10::ValueError>(
       "qkv::nn::MultiheadAttention: window must be (left, right) with both >= 0, or -1 for "
       "unbounded, but is (-2, 0)",
       [] { MultiheadAttention(MultiheadAttentionOptions(8, 4).window(-2, 0)); });

@@ -455,6 +455,8 @@ MODULES = {
         for name in ("embed_dim", "num_heads", "kdim", "vdim", "num_kv_heads", "head_dim")
         for size in (0, -1)
     },
+    "width": (lambda: multihead(head_dim=2**62), ValueError,
+              "qkv.nn.MultiheadAttention: num_heads * head_dim must be less than 2^63, but num_heads=2 and head_dim=4611686018427387904"),
     "window": (lambda: multihead(window=(1, 2, 3)), ValueError,
                "qkv.nn.MultiheadAttention: window must be (left, right), but is (1, 2, 3)"),
     "window_negative": (lambda: multihead(window=(-2, 0)), ValueError,
