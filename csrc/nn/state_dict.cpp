@@ -1,20 +1,20 @@
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <caffe2/serialize/inline_container.h>
 #include <qkv/nn.h>
 #include <sys/stat.h>
 #include <torch/csrc/jit/serialization/import.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/csrc/jit/serialization/pickler.h>
+#include <torch/csrc/jit/serialization/unpickler.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <iterator>
 #include <map>
 #include <random>
-#include <sstream>
 #include <system_error>
 
 namespace qkv::nn {
@@ -31,23 +31,77 @@ StateDict state_dict_of(const torch::nn::Module& module) {
   return state;
 }
 
+/// Whether all elements of a tensor are in the first `bytes` of its storage.
+bool lies_within(int64_t bytes, const at::Tensor& x) {
+  if (x.storage_offset() < 0) return false;
+  bool empty = false;
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    if (x.size(i) < 0 || x.stride(i) < 0) return false;
+    empty = empty || x.size(i) == 0;
+  }
+  if (empty) return true;
+  int64_t room = bytes / x.element_size() - 1 - x.storage_offset();  // after the first element
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    if (x.stride(i) == 0) continue;
+    if (x.size(i) - 1 > room / x.stride(i)) return false;
+    room -= (x.size(i) - 1) * x.stride(i);
+  }
+  return room >= 0;
+}
+
+/// LibTorch believes what a file says of a tensor and would read elsewhere.
+void check_whole(const std::string& path, const std::string& name, const at::Tensor& x,
+                 int64_t bytes) {
+  TORCH_CHECK_VALUE(lies_within(bytes, x), "qkv::nn::load_state_dict: ", path,
+                    " is damaged: ", name, " has sizes ", x.sizes(), ", strides ", x.strides(),
+                    " and offset ", x.storage_offset(), " in ", bytes, " bytes");
+}
+
 /// An archive of TorchScript's, which is also what torch::save writes.
 StateDict read_script_module(const std::string& path) {
   const auto module = torch::jit::load(path, at::kCPU);
   StateDict state;
   for (const auto& item : module.named_parameters()) state[item.name] = item.value;
   for (const auto& item : module.named_buffers()) state[item.name] = item.value;
+  for (const auto& [name, x] : state) {
+    // (A record that is said to be longer than it is passes: LibTorch does not tell.)
+    if (x.has_storage()) check_whole(path, name, x, x.storage().nbytes());
+  }
   return state;
 }
 
-StateDict read_dict(const std::string& path, const std::string& bytes) {
-  const c10::IValue value = torch::jit::pickle_load({bytes.begin(), bytes.end()});
+/// As torch::pickle_load does, which does not tell how long the records are.
+StateDict read_dict(const std::string& path, caffe2::serialize::PyTorchStreamReader& archive) {
+  const auto pickled = archive.getRecord("data.pkl");
+  const char* rest = static_cast<const char*>(std::get<0>(pickled).get());
+  size_t size_of_rest = std::get<1>(pickled);
+  std::map<const void*, int64_t> bytes_at;
+  torch::jit::Unpickler unpickler(
+      [&](char* to, size_t size) {
+        size = std::min(size, size_of_rest);
+        std::copy_n(rest, size, to);
+        rest += size;
+        size_of_rest -= size;
+        return size;
+      },
+      nullptr, nullptr,
+      [&](const std::string& name) {
+        auto record = archive.getRecord("data/" + name);
+        bytes_at[std::get<0>(record).get()] = std::get<1>(record);
+        return std::move(std::get<0>(record));
+      },
+      at::kCPU);
+  unpickler.set_version(archive.version());
+  const c10::IValue value = unpickler.parse_ivalue();
   TORCH_CHECK(value.isGenericDict(), "it holds no dict");
   StateDict state;
   for (const auto& item : value.toGenericDict()) {
     TORCH_CHECK_VALUE(item.key().isString() && item.value().isTensor(),
                       "qkv::nn::load_state_dict: ", path, " must hold a dict from str to Tensor");
-    state[item.key().toStringRef()] = item.value().toTensor();
+    const std::string& name = item.key().toStringRef();
+    const at::Tensor x = item.value().toTensor();
+    if (x.has_storage()) check_whole(path, name, x, bytes_at[x.storage().data()]);
+    state[name] = x;
   }
   return state;
 }
@@ -55,10 +109,8 @@ StateDict read_dict(const std::string& path, const std::string& bytes) {
 StateDict read_archive(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   TORCH_CHECK_VALUE(file.good(), "qkv::nn::load_state_dict: cannot read ", path);
-  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-  std::istringstream stream(bytes);
-  caffe2::serialize::PyTorchStreamReader archive(&stream);
-  return archive.hasRecord("constants.pkl") ? read_script_module(path) : read_dict(path, bytes);
+  caffe2::serialize::PyTorchStreamReader archive(&file);
+  return archive.hasRecord("constants.pkl") ? read_script_module(path) : read_dict(path, archive);
 }
 
 /// What LibTorch says of a file that it cannot read names neither the file nor the remedy.
@@ -181,6 +233,9 @@ void load_state_dict(torch::nn::Module& module, const std::string& path) {
     TORCH_CHECK_VALUE(tensor.sizes() == from.at(name).sizes(), "qkv::nn::load_state_dict: ", name,
                       " has shape ", tensor.sizes(), ", but ", path, " has ",
                       from.at(name).sizes());
+    TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+                      "qkv::nn::load_state_dict: ", name,
+                      " is an expanded view, which cannot be written");
   }
   at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : to) tensor.copy_(from.at(name));

@@ -8,6 +8,7 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <functional>
 #include <sstream>
@@ -341,6 +342,80 @@ TEST_F(Modules, AFileThatCannotBeWrittenStaysAsItWas) {
   OneTensor on_meta(torch::zeros({2}, torch::kMeta));
   EXPECT_EQ(refusal([&] { save_state_dict(on_meta, path); }),
             "qkv::nn::save_state_dict: x is on meta, which holds no numbers");
+}
+
+TEST_F(Modules, DamagedFilesAreNotReadBeyondTheirEnd) {
+  const Folder folder({"damaged.pt"});
+  const std::string path = folder / "damaged.pt";
+  struct Geometry {
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;
+  };
+  const auto refused = [&](const Geometry& g) {
+    const Tensor x = torch::rand({7, 11});
+    x.unsafeGetTensorImpl()->set_sizes_and_strides(g.sizes, g.strides);
+    x.unsafeGetTensorImpl()->set_storage_offset(g.offset);
+    std::string said[2];
+    for (const bool script : {true, false}) {
+      OneTensor damaged(x), other(torch::zeros(g.sizes));
+      if (script) {
+        torch::serialize::OutputArchive archive;
+        damaged.save(archive);
+        archive.save_to(path);
+      } else {
+        save_state_dict(damaged, path);
+      }
+      said[script] = refusal([&] { load_state_dict(other, path); });
+      EXPECT_TRUE(other.parameters()[0].eq(0).all().item<bool>());
+    }
+    EXPECT_EQ(said[0], said[1]);
+    return said[0];
+  };
+  const int64_t far = int64_t{1} << 62;
+  EXPECT_EQ(refused({{7, 11}, {12, 1}, 0}),
+            "qkv::nn::load_state_dict: " + path +
+                " is damaged: x has sizes [7, 11], strides [12, 1] and offset 0 in 308 bytes");
+  EXPECT_NE(refused({{7, 11}, {11, 1}, 1}), "");
+  EXPECT_NE(refused({{7, 11}, {11, 1}, -1}), "");
+  EXPECT_NE(refused({{7, 11}, {11, 1}, far}), "");
+  EXPECT_NE(refused({{5, 5}, {far, far}, 0}), "");
+
+  // A record that is said to be longer than it is.
+  std::string bytes;
+  {
+    OneTensor damaged(torch::rand({7, 11}));
+    save_state_dict(damaged, path);
+    bytes = contents(path);
+  }
+  for (const auto& [from, to] : {std::pair{"K\x4d", "K\xff"}, {"K\x0bK\x01", "K\x14K\x01"}}) {
+    ASSERT_NE(bytes.find(from), std::string::npos);
+    bytes.replace(bytes.find(from), std::strlen(from), to);
+  }
+  std::ofstream(path, std::ios::binary) << bytes;
+  OneTensor other(torch::zeros({7, 11}));
+  EXPECT_EQ(refusal([&] { load_state_dict(other, path); }),
+            "qkv::nn::load_state_dict: " + path +
+                " is damaged: x has sizes [7, 11], strides [20, 1] and offset 0 in 308 bytes");
+}
+
+TEST_F(Modules, WhatCannotBeWrittenIsSaidBeforeAnythingIsLoaded) {
+  struct WithView : torch::nn::Module {
+    explicit WithView(const Tensor& view) {
+      register_parameter("first", torch::zeros({2}));
+      register_buffer("view", view);
+    }
+  };
+  const Folder folder({"weights.pt"});
+  const std::string path = folder / "weights.pt";
+  WithView whole(torch::ones({3})), expanded(torch::zeros({1}).expand({3}));
+  torch::nn::init::ones_(whole.parameters()[0]);
+  save_state_dict(whole, path);
+  EXPECT_EQ(refusal([&] { load_state_dict(expanded, path); }),
+            "qkv::nn::load_state_dict: view is an expanded view, which cannot be written");
+  EXPECT_TRUE(expanded.parameters()[0].eq(0).all().item<bool>());
+  save_state_dict(expanded, path);  // as values, they can be saved, and loaded elsewhere
+  load_state_dict(whole, path);
+  EXPECT_TRUE(whole.buffers()[0].eq(0).all().item<bool>());
 }
 
 TEST_F(Modules, InSequential) {
