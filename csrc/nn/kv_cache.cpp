@@ -4,6 +4,8 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include "checks.h"
+
 namespace qkv::nn {
 
 namespace {
@@ -14,6 +16,8 @@ std::vector<int64_t> sizes_of_one_key(const at::Tensor& x) {
   sizes[sizes.size() - 2] = 1;
   return sizes;
 }
+
+at::IntArrayRef all_sizes_but_width(const at::Tensor& x) { return x.sizes().slice(0, x.dim() - 1); }
 
 /// An ordinary tensor in inference mode too, or the cache could not be used outside it.
 at::Tensor with_room_for(int64_t max_length, const at::Tensor& x) {
@@ -49,9 +53,14 @@ std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key, const 
 
 std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
                                                      const at::Tensor& value) {
-  TORCH_CHECK_VALUE(key.dim() >= 2 && value.dim() >= 2 && key.size(-2) == value.size(-2),
-                    "qkv::KVCache: key and value must be (.., new keys, width), but have shapes ",
-                    key.sizes(), " and ", value.sizes());
+  extension_ = 0;  // until all of it is there
+  check_like_query("qkv::KVCache", "key", key, key);
+  check_like_query("qkv::KVCache", "value", value, value);
+  TORCH_CHECK_VALUE(
+      key.dim() >= 2 && value.dim() >= 2 && all_sizes_but_width(key) == all_sizes_but_width(value),
+      "qkv::KVCache: key and value must be (.., new keys, width), of the same sizes "
+      "but for the width, but have shapes ",
+      key.sizes(), " and ", value.sizes());
   TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !(key.requires_grad() || value.requires_grad()),
                     "qkv::KVCache: no gradients flow through a cache; use it without grad mode "
                     "(torch.no_grad() in Python, torch::NoGradGuard in C++)");
@@ -75,7 +84,6 @@ std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
     key_ = with_room_for(max_length_, key);
     value_ = with_room_for(max_length_, value);
   }
-  extension_ = count;
   const at::NoGradGuard no_grad;
   // Views of the cache may come back, as of all keys but the oldest.
   const auto apart = [&](const at::Tensor& x) {
@@ -84,6 +92,7 @@ std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
   const at::Tensor new_key = apart(key), new_value = apart(value);
   key_.narrow(-2, length_, count).copy_(new_key);
   value_.narrow(-2, length_, count).copy_(new_value);
+  extension_ = count;
   return {key_.narrow(-2, 0, length_ + count), value_.narrow(-2, 0, length_ + count)};
 }
 

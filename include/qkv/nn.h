@@ -48,12 +48,13 @@ class QKV_API KVCache : public torch::CustomClassHolder {
   /// Appends (B.., H, new keys, D) and (B.., H, new keys, Dv), which may be views of the cache.
   /// \returns all keys and values so far, as views of the cache.
   /// \throws c10::ValueError if there is no room, if shapes, dtype or device do not fit the cached
-  /// ones, or if they require a gradient in grad mode.
+  /// ones, or if they require a gradient in grad mode; c10::TypeError if they are not dense, or of
+  /// a dtype that attention does not take.
   std::tuple<at::Tensor, at::Tensor> append(const at::Tensor& key, const at::Tensor& value);
 
   /// What append would return. The cache takes them in when it advances: so nothing is lost, and
   /// nothing is in twice, if what is done with them in between fails.
-  /// \throws c10::ValueError as append does.
+  /// \throws as append does; then there is nothing to take in.
   std::tuple<at::Tensor, at::Tensor> extended(const at::Tensor& key, const at::Tensor& value);
 
   /// Takes in the first `count` of the keys that it was last extended by.

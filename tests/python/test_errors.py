@@ -512,24 +512,39 @@ def test_wrong_arguments_of_scripted_modules():
             call()
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "error"),
-    [
-        (X[0, 0], X[0, 0], ValueError),
-        (X, X[:, :3], ValueError),
-        (X[:1], X[:1], ValueError),
-        (X.double(), X.double(), ValueError),
-        (X.to_sparse(), X.to_sparse(), (ValueError, RuntimeError)),
-        (torch.cat([X] * 9, 1), torch.cat([X] * 9, 1), ValueError),
-    ],
-)
-def test_cache(key, value, error):
+SPARSE, QUANTIZED = X.to_sparse(), torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+SIZES = "key and value must be (.., new keys, width), of the same sizes but for the width, but have shapes"
+CACHE = {
+    "rank": (X[0, 0], X[0, 0], ValueError, f"{SIZES} [8] and [8]"),
+    "new_keys": (X, X[:, :3], ValueError, f"{SIZES} [2, 5, 8] and [2, 3, 8]"),
+    "batch": (X, X[:1], ValueError, f"{SIZES} [2, 5, 8] and [1, 5, 8]"),
+    "dimensions": (X, X[0], ValueError, f"{SIZES} [2, 5, 8] and [5, 8]"),
+    "other_batch": (X[:1], X[:1], ValueError, "cached are keys and values Float [2, 5, 8] on cpu and Float "
+                    "[2, 5, 8] on cpu, which Float [1, 5, 8] on cpu and Float [1, 5, 8] on cpu do not fit"),
+    "other_dtype": (X.double(), X.double(), ValueError, "cached are keys and values Float [2, 5, 8] on cpu and Float "
+                    "[2, 5, 8] on cpu, which Double [2, 5, 8] on cpu and Double [2, 5, 8] on cpu do not fit"),
+    "sparse_key": (SPARSE, X, TypeError, "key must be a dense tensor, but has layout Sparse"),
+    "sparse_value": (X, SPARSE, TypeError, "value must be a dense tensor, but has layout Sparse"),
+    "nested": (torch.nested.nested_tensor([X[0], X[1]]), X, TypeError, "key must be a dense tensor, but is nested"),
+    "quantized": (QUANTIZED, QUANTIZED, TypeError, "key must not be quantized, but is qint8"),
+    "integers": (X, X.long(), TypeError, "value must be float64, float32, bfloat16 or float16, but is int64"),
+    "room": (torch.cat([X] * 3, 1), torch.cat([X] * 3, 1), ValueError, "there is room for 16 keys, but 5 are cached and 15 come"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CACHE)
+def test_cache(case):
     """A refused call leaves the cache as it was."""
+    key, value, error, message = CACHE[case]
     cache = nn.KVCache(16)
     with torch.no_grad():
         cache.append(X, X)
-        with pytest.raises(error):
+        cache.extended(X, X)
+        with pytest.raises(error) as caught:
             cache.append(key, value)
+        assert str(caught.value) == f"qkv::KVCache: {message}"
         assert cache.length() == 5
+        with pytest.raises(ValueError, match="last extended by 0 keys, so it cannot advance by 3"):
+            cache.advance(3)
         cached, _ = cache.append(X, X)
     assert torch.equal(cached, torch.cat([X, X], 1))
