@@ -2,20 +2,15 @@
 #include <ATen/MemoryOverlap.h>
 #include <caffe2/serialize/inline_container.h>
 #include <qkv/nn.h>
-#include <sys/stat.h>
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/csrc/jit/serialization/unpickler.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <map>
-#include <random>
-#include <system_error>
+
+#include "nn/whole_file.h"
 
 namespace qkv::nn {
 
@@ -135,66 +130,10 @@ StateDict read(const std::string& path) {
   }
 }
 
-/// A file that is there once it is whole. Until done() it has another name in the same folder, and
-/// what has its own name stays. (What is there and no regular file, as a pipe, is written to.)
-///
-/// Without std::filesystem: libtorch.so exports one of its own, which a program may get, and crash.
-class WholeFile {
- public:
-  explicit WholeFile(const std::string& path) : path_(path), target_(path), written_(path) {
-    struct stat there, link;
-    const bool replaces = ::stat(path.c_str(), &there) == 0 && S_ISREG(there.st_mode);
-    if (replaces) {
-      check(::access(path.c_str(), W_OK) == 0);
-      char* led_to = ::realpath(path.c_str(), nullptr);  // so that a link stays one
-      check(led_to != nullptr);
-      target_ = led_to;
-      std::free(led_to);
-    }
-    if (replaces || ::lstat(path.c_str(), &link) != 0) {
-      written_ = c10::str(target_, '.', std::random_device()(), ".part");
-    }
-    stream_.open(written_, std::ios::binary);
-    check(stream_.is_open());
-    if (replaces) ::chmod(written_.c_str(), there.st_mode & 07777);
-  }
-
-  WholeFile(const WholeFile&) = delete;
-  WholeFile& operator=(const WholeFile&) = delete;
-
-  ~WholeFile() {
-    if (written_ != target_) std::remove(written_.c_str());
-  }
-
-  void write(const void* data, size_t size) {
-    if (error_ == 0 && !stream_.write(static_cast<const char*>(data), size)) error_ = errno;
-  }
-
-  void done() {
-    errno = error_;
-    check(error_ == 0);
-    stream_.close();
-    check(stream_.good());
-    if (written_ == target_) return;
-    check(std::rename(written_.c_str(), target_.c_str()) == 0);
-    written_ = target_;
-  }
-
- private:
-  void check(bool good) const {
-    TORCH_CHECK_VALUE(good, "qkv::nn::save_state_dict: cannot write ", path_, ": ",
-                      std::generic_category().message(errno));
-  }
-
-  std::string path_, target_, written_;  // as given, where it leads to, and what it is until then
-  std::ofstream stream_;
-  int error_ = 0;  // of the first write that failed
-};
-
 /// The records of a dict, of which `pickled` is all but its tensors.
 void write_archive(const std::string& path, const std::string& pickled,
                    const std::vector<at::Tensor>& tensors) {
-  WholeFile file(path);
+  WholeFile file("qkv::nn::save_state_dict", path);
   // It throws in its destructor, which ends the process, after a write that failed: none does.
   caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, size_t size) {
     file.write(data, size);
