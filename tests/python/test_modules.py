@@ -13,6 +13,9 @@ import torch
 import qkv
 
 BUILD = Path(__file__).parents[2] / "build"
+beside_cpp = pytest.mark.skipif(
+    torch.empty(()).device.type != "cpu", reason="the program in C++ runs on the CPU"
+)
 
 # Module, constructor arguments, shapes of the inputs by name (lists of ints: bool masks).
 TWINS = {
@@ -51,6 +54,7 @@ def make_twin(name):
     return module, inputs
 
 
+@beside_cpp
 @pytest.mark.parametrize("name", TWINS)
 def test_twin_in_cpp(name, tmp_path):
     """The same output, weights and gradients from C++, through a state dict that goes both ways."""
@@ -359,6 +363,7 @@ def test_meta_holds_no_numbers(tmp_path):
     assert not (tmp_path / "meta").exists()
 
 
+@beside_cpp
 @pytest.mark.parametrize("kind", ["ordered_dict", "text", "nothing", "folder"])
 def test_cpp_says_what_it_cannot_read(kind, tmp_path):
     weights = tmp_path / "weights.pt"
