@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qkv
 
 NAN, INF = float("nan"), float("inf")
+DEVICE = torch.empty(()).device.type
 OPS = ["attention", "attention_with_lse", "attention_weights", "explain"]
 
 # One call that is right, with everything there is.
@@ -83,7 +84,6 @@ DTYPES = "bool uint8 int32 int64 complex64 float64 bfloat16 float8_e4m3fn".split
 KINDS = {
     "sparse": (lambda x: x.to_sparse(), "must be a dense tensor, but has layout Sparse"),
     "csr": (as_csr, "must be a dense tensor, but has layout SparseCsr"),
-    "mkldnn": (lambda x: x.float().to_mkldnn(), "must be a dense tensor, but has layout Mkldnn"),
     "jagged": (nested(torch.jagged), "must be a dense tensor, but is nested"),
     "nested": (nested(torch.strided), "must be a dense tensor, but is nested"),
     "quantized": (
@@ -91,6 +91,9 @@ KINDS = {
         "must not be quantized, but is qint8",
     ),
 }
+if DEVICE == "cpu":  # which alone has it
+    message = "must be a dense tensor, but has layout Mkldnn"
+    KINDS["mkldnn"] = (lambda x: x.float().to_mkldnn(), message)
 
 
 # attention_weights has neither value nor dropout.
@@ -303,18 +306,22 @@ def test_a_scale_of_a_module_is_a_number(scale):
         qkv.nn.SelfAttention(4, 4, scale=scale)
 
 
+def rng_state() -> Tensor:
+    return (torch.cuda if DEVICE == "cuda" else torch).get_rng_state()
+
+
 def test_too_many_different_batch_dimensions():
     # 10 dimensions of size 2, of which the key is expanded in every other one.
     q = torch.randn(*[2] * 10, 1, 2, 4)
     k = torch.randn(*[1, 2] * 5, 1, 3, 4)
     message = r"^qkv::%s: .* step in 10 different ways, but the kernels handle at most 8"
-    random = torch.get_rng_state()
+    random = rng_state()
     for device in (q.device, "meta"):
         with pytest.raises(ValueError, match=message % "attention"):
             qkv.attention(q.to(device), *2 * [k.to(device)], dropout_p=0.5)
     with pytest.raises(ValueError, match=message % "explain"):
         qkv.explain(q, k, k)
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(rng_state(), random)
     dense = k.expand(*[2] * 10, 1, 3, 4).contiguous()
     merged = qkv.attention(q.flatten(0, 9), *2 * [dense.flatten(0, 9)])
     torch.testing.assert_close(qkv.attention(q, dense, dense), merged.view(q.shape))
@@ -399,7 +406,7 @@ def fits(op: str, arguments: list) -> bool:
     return True
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", ["cpu", "meta"] + ["cuda"] * torch.cuda.is_available())
 @pytest.mark.parametrize("op", INTERNAL)
 def test_internal_operators(op, device):
     right = internal_arguments(op)
