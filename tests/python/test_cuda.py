@@ -10,9 +10,11 @@ import qkv
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 
-def operands(batch: int = 2, length: int = 200, dtype=torch.float32, device: str = "cuda"):
+def operands(
+    batch: int = 2, length: int = 200, dtype=torch.float32, device: str = "cuda", width: int = 40
+):
     g = torch.Generator(device=device).manual_seed(0)
-    shape = (batch, 4, length, 40)
+    shape = (batch, 4, length, width)
     return [
         torch.randn(shape, generator=g, dtype=dtype, device=device, requires_grad=True)
         for _ in range(3)
@@ -62,19 +64,27 @@ def test_second_order_equals_the_cpu(dtype, monkeypatch):
         torch.testing.assert_close(found.cpu(), expected, atol=tolerance * size, rtol=tolerance)
 
 
-def test_sanitize():
-    """Some of every kernel, small: what compute-sanitizer watches."""
-    for length in (1, 70):
-        q, k, v = operands(1, length)
-        mask = torch.zeros(length, length, device="cuda", requires_grad=True)
-        slopes, sinks = (torch.rand(4, device="cuda", requires_grad=True) for _ in range(2))
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    ids=["f64", "f32", "bf16", "f16"],
+)
+def test_sanitize(dtype, width):
+    """Every kernel, small: what compute-sanitizer watches. Rows are few, in each way, and many."""
+    options = {"dtype": dtype, "device": "cuda", "requires_grad": True}
+    _, k, v = operands(1, 70, dtype, width=width)
+    for rows in (1, 3, 6, 70):
+        q = operands(1, rows, dtype, width=width)[0]
+        mask = torch.zeros(rows, 70, **options)
+        slopes, sinks = (torch.rand(4, **options) for _ in range(2))
         out = qkv.attention(q, k, v, mask, 0.1, True, alibi_slopes=slopes, sinks=sinks)
         inputs = (q, k, v, mask, slopes, sinks)
         grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
         torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
-    second_order(q, k, v)
-    few, many = operands(1, 1)[0], operands(1, 1500)
-    qkv.attention(few, many[1], many[2])
+        second_order(q, k, v)
+    _, k, v = operands(1, 1100, dtype, width=width)  # in several ranges, which are merged
+    qkv.attention(q[:, :, :1], k, v)
     torch.cuda.synchronize()
 
 
