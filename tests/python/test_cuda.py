@@ -94,7 +94,8 @@ def test_runs_on_the_current_stream():
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)
+        results(*inputs)  # its memory is asked of the device, which may wait
+        torch.cuda._sleep(100_000_000)
         found = results(*inputs)
     assert not stream.query(), "something waited for the device"
     stream.synchronize()
