@@ -102,19 +102,52 @@ def test_runs_on_the_current_stream():
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
-def test_graph_capture():
-    q, k, v = (x.detach() for x in operands())
-    expected = qkv.attention(q, k, v, is_causal=True)
-    torch.cuda.synchronize()
+def captured(f):
+    """A graph of what f does, and f's results, which each replay of the graph writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        f()  # whatever is done once
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = qkv.attention(q, k, v, is_causal=True)
-    graph.replay()
-    assert torch.equal(out, expected)
-    for x in (q, k, v):
-        x.mul_(0.5)
-    graph.replay()
-    assert torch.equal(out, qkv.attention(q, k, v, is_causal=True))
+        found = f()
+    return graph, found
+
+
+def test_graph_capture():
+    inputs = operands()
+    graph, found = captured(lambda: results(*inputs, is_causal=True))
+    for _ in range(2):
+        graph.replay()
+        expected = results(*inputs, is_causal=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        with torch.no_grad():
+            for x in inputs:
+                x.mul_(0.5)
+
+
+def test_graph_capture_of_dropout():
+    """Each replay drops others, the same in forward and backward: the output is linear in v."""
+    inputs = operands(dtype=torch.float64)
+    graph, (out, _, _, grad_v) = captured(lambda: results(*inputs, dropout_p=0.5))
+    outs = []
+    for _ in range(2):
+        graph.replay()
+        torch.testing.assert_close((grad_v * inputs[2]).sum(), 2 * out.square().sum())
+        outs.append(out.clone())
+    assert not torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_autocast(dtype):
+    inputs = operands()
+    with torch.autocast("cuda", dtype=dtype):
+        out = qkv.attention(*inputs)
+    found = [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+    assert [x.dtype for x in found] == [dtype, *3 * [torch.float32]]
+    expected = results(*(x.detach().to(dtype).requires_grad_() for x in inputs))
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected))
 
 
 def test_bits_do_not_depend_on_the_batch():
