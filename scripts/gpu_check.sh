@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show: builds with this machine's own Python and torch, without a
-# network, and runs the tests on CUDA, compute-sanitizer and the benchmark.
+# network, and runs the tests on CUDA, compute-sanitizer and the benchmark. What says most in the
+# least time comes first, as machines may be lent for minutes.
 #
 #   scripts/gpu_check.sh [--output DIR]     results: DIR/gpu_check.log, cuda.json, cuda.md
 #
@@ -33,8 +34,8 @@ fi
 
 failed=0
 "$PYTHON" -c 'import pytest' || fail "the tests need pytest: $PYTHON -m pip install pytest hypothesis"
-say "Tests on $("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')"
-"$PYTHON" -m pytest -q --device cuda tests/python || failed=1
+say "Tests of the GPU itself, $("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')"
+"$PYTHON" -m pytest -q --device cuda tests/python/test_cuda.py || failed=1
 
 sanitizer=$(command -v compute-sanitizer || true)
 if [ -n "$sanitizer" ]; then
@@ -49,6 +50,10 @@ else
   say "compute-sanitizer: there is none here"
 fi
 
+say "Benchmark, a few points"
+"$PYTHON" benchmarks/cuda.py --quick --output "$output" || failed=1
+say "All tests"
+"$PYTHON" -m pytest -q --device cuda tests/python --ignore tests/python/test_cuda.py || failed=1
 say "Benchmark"
 "$PYTHON" benchmarks/cuda.py --output "$output" || failed=1
 exit $failed
