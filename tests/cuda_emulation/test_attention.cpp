@@ -203,6 +203,36 @@ TEST(Emulated, ValuesOfZerosAreNotRowsWithoutKeys) {
   expect_no_faults();
 }
 
+/// Long sums: over keys that the forward does not cut into ranges, as rows are many, and over rows.
+TEST(Emulated, ErrorsDoNotGrowWithLength) {
+  const int64_t sizes[][2] = {{2112, 2048}, {32768, 64}};
+  for (const auto& [rows, keys] : sizes) {
+    torch::manual_seed(6);
+    const Tensor query = torch::randn({1, rows, 1}), key = torch::randn({1, keys, 1}),
+                 value = torch::rand({1, keys, 1}), incoming = torch::rand({1, rows, 1});
+    const auto results = [&](torch::ScalarType type, auto attention) {
+      const Tensor k = key.to(type).detach().requires_grad_();
+      const Tensor v = value.to(type).detach().requires_grad_();
+      const Tensor out = attention(query.to(type), k, v);
+      auto all = torch::autograd::grad({out}, {k, v}, {incoming.to(type)});
+      all.push_back(out.detach());
+      return all;
+    };
+    const auto wanted = results(torch::kDouble, [](const auto& q, const auto& k, const auto& v) {
+      return torch::matmul(torch::softmax(torch::matmul(q, k.mT()), -1), v);
+    });
+    const auto found = results(torch::kFloat, [](const auto& q, const auto& k, const auto& v) {
+      return qkv::attention(q, k, v);
+    });
+    const char* const names[] = {"gradient of key", "gradient of value", "out"};
+    for (size_t i = 0; i < found.size(); ++i) {
+      const Tensor error = (found[i] - wanted[i]).abs().max() / wanted[i].abs().max();
+      EXPECT_LT(error.item<double>(), 1e-6) << names[i] << ", " << rows << " x " << keys;
+    }
+  }
+  expect_no_faults();
+}
+
 /// Few rows take a kernel that sums scores in another order; those of 1e6 are 1/16 apart.
 TEST(Emulated, WeightsOfDerivativesAddUp) {
   for (const int64_t rows : {1, 4, 16, 17}) {

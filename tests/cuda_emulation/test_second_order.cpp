@@ -158,6 +158,26 @@ TEST(SecondOrder, MasksOfEveryBroadcastShape) {
   for (const auto& x : masks_of_every_broadcast_shape()) check(x, torch::kDouble);
 }
 
+/// O' = P V' of many keys, that is as long a sum as a forward's.
+TEST(SecondOrder, ErrorsDoNotGrowWithLength) {
+  torch::manual_seed(6);
+  qkv::Operands x;
+  x.query = torch::randn({1, 1, 64, 1});
+  x.key = torch::randn({1, 1, 32768, 1});
+  x.value = torch::rand({1, 1, 32768, 1});
+  x.band = {-1, -1, 0};
+  torch::NoGradGuard no_grad;
+  const auto [out, lse, out_rest, lse_rest] =
+      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+  const Tensor along = torch::rand_like(x.value);
+  const Tensor found = std::get<0>(qkv::InternalOp<qkv::Jvp>("qkv::_attention_jvp")(
+      x, {out, lse, out_rest, lse_rest}, {std::nullopt, std::nullopt, along}));
+  x.value = along;
+  const Tensor wanted = std::get<0>(qkv::reference::attention(in_double(x)));
+  expect_near(found, wanted, 0.0, 1e-6, "out_t");
+  expect_no_faults();
+}
+
 /// Of one mask there may be many directions: vmap makes such calls. And they may lie in any way.
 TEST(SecondOrder, DirectionsNeedNotLieAsTheirOperands) {
   qkv::Operands x = large(2, 20, 30, 5, 6);

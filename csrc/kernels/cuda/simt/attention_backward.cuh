@@ -142,8 +142,8 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
 template <class Element, int kColumns, class Unit>
 QKV_DEVICE void write_query_gradient(const BackwardParams<Real<Element>>& params, const Unit& u,
                                      const RowTile& tile,
-                                     const Real<Element> (&grad)[kBackwardOwn][kColumns],
-                                     const Real<Element> (&slope_gradient)[kBackwardOwn]) {
+                                     const volatile Real<Element> (&grad)[kBackwardOwn][kColumns],
+                                     const volatile Real<Element> (&slope_gradient)[kBackwardOwn]) {
   using T = Real<Element>;
   const Problem<T>& p = params.problem;
   Element* grad_query = batch_of<Element>(p, params.grad_query, u.batch);
@@ -187,9 +187,12 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   const Scores<T> scores(p, u.batch);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
+  // Of a group of tiles, and of all.
   T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
+  volatile T grad_of_all[kBackwardOwn][kColumns], slope_gradient_of_all[kBackwardOwn] = {};
   set_to_zero(grad);
-  u.for_each_tile(p, u.keys_of_any(p), scores.masks(), [&](int64_t n, int keys, bool partial) {
+  set_to_zero(grad_of_all);
+  const auto add_tile = [&](int64_t n, int keys, bool partial) {
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
     multiply_pairs<kBackwardOwn>(query,
                                  TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys),
@@ -205,9 +208,13 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
     multiply_columns(OwnTile<T>{shared.numbers, shared.kept, partial},
                      TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys), keys,
                      u.first_column, p.head_dim, shared.stages, grad);
+  };
+  u.for_each_tile(p, u.keys_of_any(p), scores.masks(), add_tile, [&] {
+    end_group(grad, grad_of_all);
+    end_group(slope_gradient, slope_gradient_of_all);
   });
 
-  write_query_gradient<Element>(params, u, table.tile, grad, slope_gradient);
+  write_query_gradient<Element>(params, u, table.tile, grad_of_all, slope_gradient_of_all);
 }
 
 template <class Element, int kColumns>
@@ -220,10 +227,9 @@ grad_query_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_
 
 /// A block's columns of grad_key or grad_value, which has `columns`.
 template <class Element, int kColumns, class Unit>
-QKV_DEVICE void write_key_gradient(const Problem<Real<Element>>& p,
-                                   const Operand<Real<Element>>& grad, const Unit& u,
-                                   int64_t columns,
-                                   const Real<Element> (&numbers)[kBackwardOwn][kColumns]) {
+QKV_DEVICE void write_key_gradient(
+    const Problem<Real<Element>>& p, const Operand<Real<Element>>& grad, const Unit& u,
+    int64_t columns, const volatile Real<Element> (&numbers)[kBackwardOwn][kColumns]) {
   Element* of_head = batch_of<Element>(p, grad, u.batch) + u.kv_head * grad.head_stride;
 #pragma unroll
   for (int i = 0; i < kBackwardOwn; ++i) {
@@ -267,10 +273,14 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   const auto value = TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, u.first_key, u.keys);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
+  // Of a group of tiles, and of all.
   T grad_key[kBackwardOwn][kColumns], grad_value[kBackwardOwn][kColumns];
+  volatile T grad_key_of_all[kBackwardOwn][kColumns], grad_value_of_all[kBackwardOwn][kColumns];
   set_to_zero(grad_key);
+  set_to_zero(grad_key_of_all);
   set_to_zero(grad_value);
-  u.for_each_tile(p, scores.masks(), [&](int64_t first_row, int rows, bool partial) {
+  set_to_zero(grad_value_of_all);
+  const auto add_tile = [&](int64_t first_row, int rows, bool partial) {
     device::barrier();
     table.template load<kOthers>(task, u.batch, u.packed, first_row, query, grad_out);
     device::barrier();
@@ -292,10 +302,16 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
       store_pairs(g, shared.numbers);
       multiply_columns(own_tile, query, rows, u.first_column, p.head_dim, shared.stages, grad_key);
     }
+  };
+  u.for_each_tile(p, scores.masks(), add_tile, [&] {
+    end_group(grad_key, grad_key_of_all);
+    end_group(grad_value, grad_value_of_all);
   });
 
-  if (need_key) write_key_gradient<Element>(p, params.grad_key, u, p.head_dim, grad_key);
-  if (need_value) write_key_gradient<Element>(p, params.grad_value, u, p.value_dim, grad_value);
+  if (need_key) write_key_gradient<Element>(p, params.grad_key, u, p.head_dim, grad_key_of_all);
+  if (need_value) {
+    write_key_gradient<Element>(p, params.grad_value, u, p.value_dim, grad_value_of_all);
+  }
 }
 
 template <class Element, int kColumns>

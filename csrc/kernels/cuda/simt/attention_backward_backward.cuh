@@ -167,9 +167,12 @@ QKV_DEVICE void grad_query_t_unit(const BackwardBackwardTask<Real<Element>>& tas
   const MovingScores<T> scores(p, task.directions, u.batch);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
+  // Of a group of tiles, and of all.
   T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
+  volatile T grad_of_all[kBackwardOwn][kColumns], slope_gradient_of_all[kBackwardOwn] = {};
   set_to_zero(grad);
-  u.for_each_tile(p, u.keys_of_any(p), scores.masks(), [&](int64_t n, int keys, bool partial) {
+  set_to_zero(grad_of_all);
+  const auto add_tile = [&](int64_t n, int keys, bool partial) {
     const auto other = TangentTileKeys<Element>::of(task, u.batch, u.kv_head, n, keys);
     T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
     T g[kBackwardOwn][kOthersOfThread], g_t[kBackwardOwn][kOthersOfThread];
@@ -182,8 +185,12 @@ QKV_DEVICE void grad_query_t_unit(const BackwardBackwardTask<Real<Element>>& tas
     multiply_moving_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, true, g_t,
                             depth.key != 0, g, other.key, keys, u.first_column, p.head_dim,
                             shared.stages, grad);
+  };
+  u.for_each_tile(p, u.keys_of_any(p), scores.masks(), add_tile, [&] {
+    end_group(grad, grad_of_all);
+    end_group(slope_gradient, slope_gradient_of_all);
   });
-  write_query_gradient<Element>(params, u, table.tile, grad, slope_gradient);
+  write_query_gradient<Element>(params, u, table.tile, grad_of_all, slope_gradient_of_all);
 }
 
 template <class Element, int kColumns>
@@ -213,10 +220,14 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
   const auto own = TangentTileKeys<Element>::of(task, u.batch, u.kv_head, u.first_key, u.keys);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
+  // Of a group of tiles, and of all.
   T grad_key[kBackwardOwn][kColumns], grad_value[kBackwardOwn][kColumns];
+  volatile T grad_key_of_all[kBackwardOwn][kColumns], grad_value_of_all[kBackwardOwn][kColumns];
   set_to_zero(grad_key);
+  set_to_zero(grad_key_of_all);
   set_to_zero(grad_value);
-  u.for_each_tile(p, scores.masks(), [&](int64_t first_row, int rows, bool partial) {
+  set_to_zero(grad_value_of_all);
+  const auto add_tile = [&](int64_t first_row, int rows, bool partial) {
     device::barrier();
     table.template load<kOthers>(task, u.batch, u.packed, first_row, other.query.operand,
                                  other.query.direction, other.grad_out);
@@ -240,9 +251,15 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
       multiply_moving_columns(own_tile, true, g_t, depth.query != 0, g, other.query, rows,
                               u.first_column, p.head_dim, shared.stages, grad_key);
     }
+  };
+  u.for_each_tile(p, scores.masks(), add_tile, [&] {
+    end_group(grad_key, grad_key_of_all);
+    end_group(grad_value, grad_value_of_all);
   });
-  if (need_key) write_key_gradient<Element>(p, params.grad_key, u, p.head_dim, grad_key);
-  if (need_value) write_key_gradient<Element>(p, params.grad_value, u, p.value_dim, grad_value);
+  if (need_key) write_key_gradient<Element>(p, params.grad_key, u, p.head_dim, grad_key_of_all);
+  if (need_value) {
+    write_key_gradient<Element>(p, params.grad_value, u, p.value_dim, grad_value_of_all);
+  }
 }
 
 template <class Element, int kColumns>

@@ -82,13 +82,21 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   const KeyRange split = keys_of_split(p.keys, task.splits, u.split);
   const KeyRange any = u.keys_of_any(p).intersection(split);
 
-  OnlineSoftmax<ScalarMath<T>> softmax[kOwn];  // sums of this thread's keys only
+  // Of a group of tiles, and of all: maxima, sums of this thread's keys only, and outputs.
+  using Softmax = OnlineSoftmax<ScalarMath<T>>;
+  Softmax softmax[kOwn];
   T out[kOwn][kColumns];
+  volatile T max_of_all[kOwn], sum_of_all[kOwn], out_of_all[kOwn][kColumns];
   set_to_zero(out);
+  set_to_zero(out_of_all);
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) softmax[i].clear();
+  for (int i = 0; i < kOwn; ++i) {
+    softmax[i].clear();
+    max_of_all[i] = softmax[i].max;
+    sum_of_all[i] = softmax[i].sum;
+  }
 
-  u.for_each_tile(p, any, scores.masks(), [&](int64_t n, int keys, bool partial) {
+  const auto add_tile = [&](int64_t n, int keys, bool partial) {
     T s[kOwn][kOthersOfThread];
     multiply_pairs<kOwn>(query, TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys),
                          p.head_dim, shared.stages, s);
@@ -120,13 +128,27 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
     multiply_columns(OwnTile<T>{shared.weights, shared.kept, partial},
                      TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, n, keys), keys,
                      u.first_column, p.value_dim, shared.stages, out);
-  });
+  };
+  const auto end = [&] {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      Softmax all{max_of_all[i], sum_of_all[i]};
+      const T correction = all.raise_max(softmax[i].max);
+      max_of_all[i] = all.max;
+      sum_of_all[i] = all.sum + softmax[i].sum;
+      softmax[i].sum = T(0);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) out_of_all[i][j] = out_of_all[i][j] * correction;
+    }
+    end_group(out, out_of_all);
+  };
+  u.for_each_tile(p, any, scores.masks(), add_tile, end);
 
   const ForwardResult<Element> result(task, u.batch);
   const bool writes_scalars = u.chunk == 0 && thread_x() == 0;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    T max = softmax[i].max, sum = sum_of_lanes<kSide>(softmax[i].sum);
+    T max = max_of_all[i], sum = sum_of_lanes<kSide>(sum_of_all[i]);
     const int r = thread_y() * kOwn + i;
     if (!tile.exists(r)) continue;
     const int64_t head = device::load_shared(tile.head + r);
@@ -136,7 +158,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const int64_t column = u.first_column + column_of_thread(j);
-        if (column < columns) device::store_global(row + column, out[i][j]);
+        if (column < columns) device::store_global(row + column, out_of_all[i][j]);
       }
       if (writes_scalars) {
         device::store_global(row + p.value_dim, max);
@@ -148,7 +170,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int64_t column = u.first_column + column_of_thread(j);
-      if (column < columns) result.write(head, i_query, column, normaliser * out[i][j]);
+      if (column < columns) result.write(head, i_query, column, normaliser * out_of_all[i][j]);
     }
     if (writes_scalars) result.write_lse(head, i_query, max, sum);
   }

@@ -99,9 +99,12 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   const KeyRange any = moves || value_moves ? u.keys_of_any(p) : KeyRange{0, 0};
   const T drop_scale = dropout_scale<T>(p.dropout);
 
+  // Of a group of tiles, and of all.
   T out_t[kBackwardOwn][kColumns], lse_t[kBackwardOwn] = {};
+  volatile T out_t_of_all[kBackwardOwn][kColumns], lse_t_of_all[kBackwardOwn] = {};
   set_to_zero(out_t);
-  u.for_each_tile(p, any, scores.masks(), [&](int64_t n, int keys, bool partial) {
+  set_to_zero(out_t_of_all);
+  const auto add_tile = [&](int64_t n, int keys, bool partial) {
     const auto keys_of = [&](const Operand<const T>& x, const Operand<const T>& x_t) {
       return Moving<TileKeys<Element>>{TileKeys<Element>::of(p, x, u.batch, u.kv_head, n, keys),
                                        TileKeys<Element>::of(p, x_t, u.batch, u.kv_head, n, keys)};
@@ -115,6 +118,10 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
     multiply_moving_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, moves, s_t,
                             value_moves, s, keys_of(p.value, along.value), keys, u.first_column,
                             p.value_dim, shared.stages, out_t);
+  };
+  u.for_each_tile(p, any, scores.masks(), add_tile, [&] {
+    end_group(out_t, out_t_of_all);
+    end_group(lse_t, lse_t_of_all);
   });
 
   const Element* out = batch_of<Element>(p, params.out, u.batch);
@@ -124,16 +131,16 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
 #pragma unroll
   for (int i = 0; i < kBackwardOwn; ++i) {
     const int r = thread_y() * kBackwardOwn + i;
-    lse_t[i] = sum_of_lanes<kSide>(lse_t[i]);
+    T lse_t_of_row = sum_of_lanes<kSide>(lse_t_of_all[i]);
     if (r >= u.rows) continue;
     const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, u.batch, r);
     if (along.sinks.data != nullptr) {
       const T weight = sink_weight(number_of_head(p, p.sinks, u.batch, head),
                                    device::load_global(params.lse + scalar),
                                    device::load_global(params.lse_rest + scalar));
-      lse_t[i] += weight * number_of_head(p, along.sinks, u.batch, head);
+      lse_t_of_row += weight * number_of_head(p, along.sinks, u.batch, head);
     }
-    if (u.chunk == 0 && thread_x() == 0) device::store_global(params.lse_t + scalar, lse_t[i]);
+    if (u.chunk == 0 && thread_x() == 0) device::store_global(params.lse_t + scalar, lse_t_of_row);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int64_t column = u.first_column + column_of_thread(j);
@@ -142,7 +149,7 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
       if constexpr (sizeof(Element) == 2) {
         out_ij += load_number(tile.row(out_rest, task.out_rest, r) + column);
       }
-      const T x = out_t[i][j] - lse_t[i] * out_ij;
+      const T x = out_t_of_all[i][j] - lse_t_of_row * out_ij;
       store_number(tile.row(to, params.out_t, r) + column * params.out_t.column_stride, x);
       if (sizeof(Element) == 2 && task.out_t_rest.data != nullptr) {
         store_rest(tile.row(to_rest, task.out_t_rest, r) + column * task.out_t_rest.column_stride,

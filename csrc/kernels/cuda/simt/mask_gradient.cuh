@@ -75,8 +75,12 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
   const int64_t begin_key = key_tile * kOthers;
   const int64_t end_key = every_key || begin_key + kOthers > p.keys ? p.keys : begin_key + kOthers;
 
+  // Of a group of tiles, those of some rows and all their keys at least, and of all.
   T sum[kBackwardOwn][kOthersOfThread];
+  volatile T sum_of_all[kBackwardOwn][kOthersOfThread];
   set_to_zero(sum);
+  set_to_zero(sum_of_all);
+  int64_t others = 0;
   for (int64_t b = 0; b < summed_batches; ++b) {
     const int64_t batch = batch_of_mask(p, mask, mask_batch, b);
     for (int64_t head = first_head; head < end_head; ++head) {
@@ -84,15 +88,22 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
         const int rows = at_most(kBackwardRows, p.queries - row);
         const KeyRange keys =
             keys_of_any(p.band, row, row + rows - 1, p.keys).intersection({begin_key, end_key});
-        if (!keys.empty()) add(MaskRows{batch, head, row, rows, keys}, sum);
+        if (keys.empty()) continue;
+        add(MaskRows{batch, head, row, rows, keys}, sum);
+        others += keys.end - keys.begin;
+        if (others < kOthersOfGroup) continue;
+        end_group(sum, sum_of_all);
+        others = 0;
       }
     }
   }
+  end_group(sum, sum_of_all);
 
   if (every_key) {
 #pragma unroll
     for (int i = 0; i < kBackwardOwn; ++i) {
-      sum[i][0] = sum_of_lanes<kSide>((sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3]));
+      sum_of_all[i][0] = sum_of_lanes<kSide>((sum_of_all[i][0] + sum_of_all[i][1]) +
+                                             (sum_of_all[i][2] + sum_of_all[i][3]));
     }
   }
   if (every_row) {
@@ -101,7 +112,7 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
     for (int j = 0; j < kOthersOfThread; ++j) {
       device::store_shared(
           sums_of_threads + thread_y() * kOthers + thread_x() * kOthersOfThread + j,
-          (sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]));
+          (sum_of_all[0][j] + sum_of_all[1][j]) + (sum_of_all[2][j] + sum_of_all[3][j]));
     }
     device::barrier();
   }
@@ -116,7 +127,7 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
     for (int j = 0; j < kOthersOfThread; ++j) {
       const int k = thread_x() * kOthersOfThread + j;
       if (every_key ? k > 0 : begin_key + k >= p.keys) continue;
-      T x = sum[i][j];
+      T x = sum_of_all[i][j];
       if (every_row) {
         x = T(0);
         for (int y = 0; y < kSide; ++y) x += device::load_shared(sums_of_threads + y * kOthers + k);

@@ -72,6 +72,33 @@ QKV_DEVICE void set_to_zero(T (&x)[kRows][kColumns]) {
   }
 }
 
+// What is added up over many tiles errs by their number and their size, not by the product of both,
+// if it is summed over groups of tiles first: the others 0 .. 511, 512 .. 1023, and so on, wherever
+// a unit begins, so that the bits of a row do not depend on those beside it.
+constexpr int kOthersOfGroup = 8 * kOthers;
+
+/// Where the group of `other` ends, if there are no more than `count` others.
+QKV_INLINE int64_t end_of_group(int64_t other, int64_t count) {
+  const int64_t end = (other / kOthersOfGroup + 1) * kOthersOfGroup;
+  return end < count ? end : count;
+}
+
+/// Adds the sums of a group to those of all and starts over. What is volatile stays in local
+/// memory, and registers are left to what every product adds to.
+template <class T, int kCount>
+QKV_DEVICE void end_group(T (&sum)[kCount], volatile T (&total)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    total[i] = total[i] + sum[i];
+    sum[i] = T(0);
+  }
+}
+template <class T, int kRows, int kColumns>
+QKV_DEVICE void end_group(T (&sum)[kRows][kColumns], volatile T (&total)[kRows][kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) end_group(sum[i], total[i]);
+}
+
 QKV_DEVICE float rounded(float x, const float*) { return x; }
 QKV_DEVICE double rounded(double x, const double*) { return x; }
 QKV_DEVICE BFloat16 rounded(float x, const BFloat16*) { return BFloat16::rounded(x); }

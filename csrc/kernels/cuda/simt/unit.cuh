@@ -52,14 +52,16 @@ struct RowUnit {
   }
 
   /// add(first, keys, partial) for each tile of kOthers keys that has some of `any`. Partial: not
-  /// every pair of it is kept, as by the band or where something `masks`.
-  template <class T, class Add>
-  QKV_DEVICE void for_each_tile(const Problem<T>& p, KeyRange any, bool masks,
-                                const Add& add) const {
+  /// every pair of it is kept, as by the band or where something `masks`. end() after each group.
+  template <class T, class Add, class End>
+  QKV_DEVICE void for_each_tile(const Problem<T>& p, KeyRange any, bool masks, const Add& add,
+                                const End& end) const {
     const KeyRange all = packed.keys_of_all(p, first_row, rows);
-    for (int64_t n = any.begin - any.begin % kOthers; n < any.end; n += kOthers) {
-      const int keys = at_most(kOthers, any.end - n);
-      add(n, keys, rows < kRows || keys < kOthers || masks || !all.contains({n, n + kOthers}));
+    for (int64_t n = any.begin - any.begin % kOthers; n < any.end; end()) {
+      for (const int64_t stop = end_of_group(n, any.end); n < stop; n += kOthers) {
+        const int keys = at_most(kOthers, any.end - n);
+        add(n, keys, rows < kRows || keys < kOthers || masks || !all.contains({n, n + kOthers}));
+      }
     }
   }
 };
@@ -97,15 +99,19 @@ struct KeyUnit {
   QKV_DEVICE KeyRange range() const { return {first_key, first_key + keys}; }
 
   /// add(first, rows, partial) for each tile of kOthers rows of which some see some of the keys;
-  /// partial as above.
-  template <class T, class Add>
-  QKV_DEVICE void for_each_tile(const Problem<T>& p, bool masks, const Add& add) const {
-    for (int64_t first_row = 0; first_row < packed.count; first_row += kOthers) {
-      const int rows = at_most(kOthers, packed.count - first_row);
-      if (packed.keys_of_any(p, first_row, rows).intersection(range()).empty()) continue;
-      add(first_row, rows,
-          rows < kOthers || keys < kKeys || masks ||
-              !packed.keys_of_all(p, first_row, rows).contains(range()));
+  /// partial and end() as above.
+  template <class T, class Add, class End>
+  QKV_DEVICE void for_each_tile(const Problem<T>& p, bool masks, const Add& add,
+                                const End& end) const {
+    for (int64_t first_row = 0; first_row < packed.count; end()) {
+      const int64_t stop = end_of_group(first_row, packed.count);
+      for (; first_row < stop; first_row += kOthers) {
+        const int rows = at_most(kOthers, packed.count - first_row);
+        if (packed.keys_of_any(p, first_row, rows).intersection(range()).empty()) continue;
+        add(first_row, rows,
+            rows < kOthers || keys < kKeys || masks ||
+                !packed.keys_of_all(p, first_row, rows).contains(range()));
+      }
     }
   }
 };
