@@ -91,16 +91,11 @@ QKV_DEVICE uint32_t through_softmax(const Scores<T>& scores, const BackwardRows<
 template <class T, int kColumns>
 using BackwardShared = WeightShared<T, kColumns, BackwardRows<T>>;
 
-/// Whether a row has no keys, if its output is 0: its sink has all the weight, or there is none.
+/// Whether a row has no keys, if its output is 0: see ForwardResult::write_lse.
 template <class T>
-QKV_DEVICE bool has_no_keys(const BackwardParams<T>& params, int64_t batch, int64_t head,
-                            int64_t scalar) {
-  const Problem<T>& p = params.problem;
-  const T lse = device::load_global(params.lse + scalar);
-  if (lse == -infinity<T>()) return true;
-  if (p.sinks.data == nullptr) return false;
-  return sink_weight(number_of_head(p, p.sinks, batch, head), lse,
-                     device::load_global(params.lse_rest + scalar)) == T(1);
+QKV_DEVICE bool has_no_keys(const BackwardParams<T>& params, int64_t scalar) {
+  const T rest = device::load_global(params.lse_rest + scalar);
+  return rest == T(0) && signbit(rest);
 }
 
 /// delta of each row, a warp a row. Whatever comes for the output of a row without keys, NaN as
@@ -131,7 +126,7 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
       all_zero &= out == T(0);
     }
     sum = sum_of_lanes<device::kWarp>(sum);
-    if (device::ballot(!all_zero) == 0 && has_no_keys(params, batch, head, unit)) sum = T(0);
+    if (device::ballot(!all_zero) == 0 && has_no_keys(params, unit)) sum = T(0);
     if (params.grad_lse != nullptr) sum -= device::load_global(params.grad_lse + unit);
     if (lane == 0) device::store_global(task.delta + unit, sum);
   }
