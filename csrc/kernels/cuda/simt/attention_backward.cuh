@@ -26,7 +26,7 @@ struct BackwardRows : WeightRows<T> {
   int64_t* grad_out_offsets;
 
   template <int kRows>
-  static QKV_INLINE BackwardRows in(SharedMemory& shared) {
+  static constexpr QKV_INLINE BackwardRows in(SharedMemory& shared) {
     return {WeightRows<T>::template in<kRows>(shared), shared.take<T>(kRows),
             shared.take<int64_t>(kRows), shared.take<int64_t>(kRows)};
   }

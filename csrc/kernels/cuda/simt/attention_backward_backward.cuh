@@ -29,7 +29,7 @@ struct BackwardTangentRows : BackwardRows<T> {
   int64_t* query_t_offsets;
 
   template <int kRows>
-  static QKV_INLINE BackwardTangentRows in(SharedMemory& shared) {
+  static constexpr QKV_INLINE BackwardTangentRows in(SharedMemory& shared) {
     return {BackwardRows<T>::template in<kRows>(shared), shared.take<T>(kRows),
             shared.take<T>(kRows), shared.take<int64_t>(kRows)};
   }

@@ -25,20 +25,14 @@ namespace qkv::kernels::simt {
 /// What a block of the forward kernel has in shared memory.
 template <class T, int kOwn, int kColumns>
 struct ForwardShared {
-  T* stages;
-  T* weights;      // [64][rows]
-  uint32_t* kept;  // of each thread
-  RowTile rows;
-  int64_t* query_offsets;
   SharedMemory memory;
+  T* stages = memory.take<T>(kStageNumbers<T, kOwn, kColumns>);
+  T* weights = memory.take<T>(kOthers * kOwnStep<kOwn>);  // [64][rows]
+  uint32_t* kept = memory.take<uint32_t>(kThreads);       // of each thread
+  RowTile rows = RowTile::in<kSide * kOwn>(memory);
+  int64_t* query_offsets = memory.take<int64_t>(kSide * kOwn);
 
-  explicit QKV_INLINE ForwardShared(char* begin) : memory(begin) {
-    stages = memory.take<T>(kStageNumbers<T, kOwn, kColumns>);
-    weights = memory.take<T>(kOthers * kOwnStep<kOwn>);
-    kept = memory.take<uint32_t>(kThreads);
-    rows = RowTile::in<kSide * kOwn>(memory);
-    query_offsets = memory.take<int64_t>(kSide * kOwn);
-  }
+  explicit constexpr QKV_INLINE ForwardShared(char* begin) : memory(begin) {}
 };
 
 /// s: scale · <q, k> -> scores, -inf where the pair is not kept.

@@ -27,7 +27,7 @@ struct JvpRows : WeightRows<T> {
   int64_t* query_t_offsets;
 
   template <int kRows>
-  static QKV_INLINE JvpRows in(SharedMemory& shared) {
+  static constexpr QKV_INLINE JvpRows in(SharedMemory& shared) {
     return {WeightRows<T>::template in<kRows>(shared), shared.take<int64_t>(kRows),
             shared.take<int64_t>(kRows)};
   }

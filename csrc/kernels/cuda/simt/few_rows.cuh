@@ -26,18 +26,14 @@ constexpr int kWarpColumns = 4 * device::kWarp;
 
 template <class T, int kRows>
 struct FewRowsShared {
-  T* query;    // [kRows][D], scaled
-  T* numbers;  // [warps][kRows][max, sum, 128 columns]
-  RowTile rows;
-  int64_t* query_offsets;
   SharedMemory memory;
+  RowTile rows = RowTile::in<kRows>(memory);
+  int64_t* query_offsets = memory.take<int64_t>(kRows);
+  T* numbers = memory.take<T>(kWarps * kRows * (kWarpColumns + 2));  // [warps][kRows][max, sum, ..]
+  T* query;                                                          // [kRows][D], scaled
 
-  QKV_INLINE FewRowsShared(char* begin, int64_t head_dim) : memory(begin) {
-    rows = RowTile::in<kRows>(memory);
-    query_offsets = memory.take<int64_t>(kRows);
-    numbers = memory.take<T>(kWarps * kRows * (kWarpColumns + 2));
-    query = memory.take<T>(static_cast<int>(kRows * head_dim));
-  }
+  constexpr QKV_INLINE FewRowsShared(char* begin, int64_t head_dim)
+      : memory(begin), query(memory.take<T>(static_cast<int>(kRows * head_dim))) {}
 };
 
 /// The products of 32 keys with all rows: score[r] is of key `lane`.

@@ -16,11 +16,15 @@ namespace qkv::kernels::simt {
 /// A grid holds 2^31 - 1 blocks; kernels walk over what is more.
 inline int64_t blocks_of(int64_t units) { return units < 0x7fffffff ? units : 0x7fffffff; }
 
-/// Any object of a block's shared memory, to ask it for its size.
-template <class Shared, class... Arguments>
-int64_t shared_bytes(const Arguments&... arguments) {
-  static char as_much_as_there_is[228 << 10];
-  return Shared(as_much_as_there_is, arguments...).memory.taken();
+/// What the oldest architecture, sm_75, has of shared memory for a block.
+constexpr int64_t kSharedBytes = 64 << 10;
+
+/// What a block takes of it.
+template <class Shared>
+constexpr int64_t shared_bytes() {
+  constexpr int64_t kBytes = Shared(nullptr).memory.taken();
+  static_assert(kBytes <= kSharedBytes, "not every architecture can launch it");
+  return kBytes;
 }
 
 /// Rows of each thread of the forward kernel, as many as fit its registers.
@@ -31,11 +35,14 @@ constexpr int kForwardOwn = 32 / static_cast<int>(sizeof(T));
 template <class T>
 constexpr int kMostFewRows = 32 / static_cast<int>(sizeof(T));
 
+/// The widest queries that it takes.
+constexpr int64_t kWidestOfFewRows = 512;
+
 /// Rows of its tiles, of which there may be some; 0: there are too many rows, or queries too wide.
 template <class T>
 int few_rows_of_tile(const Problem<T>& p) {
   const int64_t rows = rows_of_kv_head(p);
-  if (rows > 16 || p.head_dim > 512) return 0;
+  if (rows > 16 || p.head_dim > kWidestOfFewRows) return 0;
   return rows == 1 ? 1 : rows <= 4 ? 4 : kMostFewRows<T>;
 }
 
@@ -69,9 +76,13 @@ template <class Element, int kRows>
 int launch_few_rows(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
+  using Shared = FewRowsShared<T, kRows>;
+  constexpr int64_t kWithoutQuery = Shared(nullptr, 0).memory.taken();
+  constexpr int64_t kOfColumn = kRows * sizeof(T);
+  static_assert(kWithoutQuery + kWidestOfFewRows * kOfColumn <= kSharedBytes);
   const int64_t units = RowUnit<kRows, kWarpColumns>::count(p, p.value_dim, task.splits);
   return device::launch("few_rows", few_rows_kernel<Element, kRows>, blocks_of(units), kThreads,
-                        shared_bytes<FewRowsShared<T, kRows>>(p.head_dim), stream, task, units);
+                        kWithoutQuery + p.head_dim * kOfColumn, stream, task, units);
 }
 
 template <class Element>

@@ -34,16 +34,12 @@ struct MaskUnits {
 /// What a block has in shared memory. Rows are WeightRows and more.
 template <class T, class Rows>
 struct MaskGradientShared {
-  T* stages;
-  T* sums;  // [16][64]
-  Rows rows;
   SharedMemory memory;
+  T* stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kOthersOfThread>);
+  T* sums = memory.take<T>(kSide * kOthers);  // [16][64]
+  Rows rows = Rows::template in<kBackwardRows>(memory);
 
-  explicit QKV_INLINE MaskGradientShared(char* begin) : memory(begin) {
-    stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kOthersOfThread>);
-    sums = memory.take<T>(kSide * kOthers);
-    rows = Rows::template in<kBackwardRows>(memory);
-  }
+  explicit constexpr QKV_INLINE MaskGradientShared(char* begin) : memory(begin) {}
 };
 
 /// A tile of rows of one head, and the keys of a unit that it sees.

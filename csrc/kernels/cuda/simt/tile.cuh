@@ -119,19 +119,21 @@ QKV_DEVICE void store_rest(Element* to, Real<Element> x) {
   store_number(to, x - static_cast<Real<Element>>(rounded(x, to)));
 }
 
-/// Hands out a block's shared memory, and on the host adds up how much that is.
+/// Hands out a block's shared memory. In constant expressions it only adds up how much that is, and
+/// all pointers are null.
 class SharedMemory {
  public:
-  explicit QKV_INLINE SharedMemory(char* memory) : memory_(memory), taken_(0) {}
+  explicit constexpr QKV_INLINE SharedMemory(char* memory) : memory_(memory), taken_(0) {}
 
   template <class T>
-  QKV_INLINE T* take(int count) {
-    T* pointer = reinterpret_cast<T*>(memory_ + taken_);
+  constexpr QKV_INLINE T* take(int count) {
+    T* pointer =
+        __builtin_is_constant_evaluated() ? nullptr : reinterpret_cast<T*>(memory_ + taken_);
     taken_ += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
     return pointer;
   }
 
-  QKV_INLINE int64_t taken() const { return taken_; }
+  constexpr QKV_INLINE int64_t taken() const { return taken_; }
 
  private:
   char* memory_;
@@ -219,13 +221,9 @@ struct RowTile {
   int64_t* end;  // keys begin <= j < end are seen, by the band
 
   template <int kRows>
-  static QKV_INLINE RowTile in(SharedMemory& shared) {
-    RowTile tile;
-    tile.query = shared.take<int64_t>(kRows);
-    tile.begin = shared.take<int64_t>(kRows);
-    tile.end = shared.take<int64_t>(kRows);
-    tile.head = shared.take<int32_t>(kRows);
-    return tile;
+  static constexpr QKV_INLINE RowTile in(SharedMemory& shared) {
+    return {shared.take<int64_t>(kRows), shared.take<int32_t>(kRows), shared.take<int64_t>(kRows),
+            shared.take<int64_t>(kRows)};
   }
 
   /// A barrier must follow.

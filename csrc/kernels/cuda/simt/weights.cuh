@@ -31,7 +31,7 @@ struct WeightRows {
   T* lse_rest;
 
   template <int kRows>
-  static QKV_INLINE WeightRows in(SharedMemory& shared) {
+  static constexpr QKV_INLINE WeightRows in(SharedMemory& shared) {
     return {RowTile::in<kRows>(shared), shared.take<T>(kRows), shared.take<T>(kRows)};
   }
 
@@ -62,18 +62,13 @@ struct WeightRows {
 /// What a block has in shared memory. Rows are WeightRows and more.
 template <class T, int kColumns, class Rows>
 struct WeightShared {
-  T* stages;
-  T* numbers;      // [64 others][own]: P, dU, .., in turn
-  uint32_t* kept;  // of each thread
-  Rows rows;
   SharedMemory memory;
+  T* stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kColumns>);
+  T* numbers = memory.take<T>(kOthers * kOwnStep<kBackwardOwn>);  // [64 others][own]: P, dU, ..
+  uint32_t* kept = memory.take<uint32_t>(kThreads);               // of each thread
+  Rows rows = Rows::template in<kBackwardRows>(memory);
 
-  explicit QKV_INLINE WeightShared(char* begin) : memory(begin) {
-    stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kColumns>);
-    numbers = memory.take<T>(kOthers * kOwnStep<kBackwardOwn>);
-    kept = memory.take<uint32_t>(kThreads);
-    rows = Rows::template in<kBackwardRows>(memory);
-  }
+  explicit constexpr QKV_INLINE WeightShared(char* begin) : memory(begin) {}
 };
 
 /// One of a thread's 16 pairs, which is kept.
