@@ -151,9 +151,16 @@ inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   for (int h = 0; h < 2; ++h) half(c, h) = _mm256_fmadd_ps(half(a, h), half(b, h), half(c, h));
   return c;
 }
+inline __m512 _mm512_fnmadd_ps(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(-a, b, c); }
 inline __m512d _mm512_fmadd_pd(__m512d a, __m512d b, __m512d c) {
   for (int h = 0; h < 2; ++h) half(c, h) = _mm256_fmadd_pd(half(a, h), half(b, h), half(c, h));
   return c;
+}
+
+/// 1 / x with a relative error below 2^-14; which bits follow is the processor's to choose.
+inline __m512 _mm512_rcp14_ps(__m512 x) {
+  const __m512 one = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  return (__m512)((Lanes32)(one / x) & 0xfffffe00u);
 }
 
 // The second if one is NaN or both are zeros.

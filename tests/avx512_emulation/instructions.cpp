@@ -94,6 +94,12 @@ void numbers() {
   check("cmp_ps, ordered", (_mm512_cmp_ps_mask(one, nan, _CMP_ORD_Q) & 3) == 2);
   check("fmadd_ps", _mm512_fmadd_ps(floats({1 + 0x1p-20f}), floats({1 - 0x1p-20f}), floats({-1})),
         {-0x1p-40f});
+  check("fnmadd_ps",
+        _mm512_fnmadd_ps(floats({1 + 0x1p-20f}), floats({1 - 0x1p-20f}), floats({1})), {0x1p-40f});
+  check("rcp14_ps", _mm512_rcp14_ps(floats({1, -4})), {1.0f, -0.25f});
+  float of_three[16];
+  _mm512_storeu_ps(of_three, _mm512_rcp14_ps(_mm512_set1_ps(3)));
+  check("rcp14_ps", __builtin_fabsf(3 * of_three[0] - 1) < 0x1p-14f);
   check("reduce_add_ps",
         _mm512_reduce_add_ps(floats({0x1p24f, 1, 1, 1, 1, 1, 1, 1, -0x1p24f})) == 7);
 
@@ -102,7 +108,7 @@ void numbers() {
         {0.75f, 0.25f});
   check("scalef_ps", _mm512_maskz_scalef_ps(3, floats({3, 3, 1}), floats({2.7f, -2.7f, 1})),
         {12.0f, 0.375f, 0.0f});
-#ifdef QKV_EMULATES_BF16  // as the manual has them; no processor has been asked yet
+#ifdef QKV_EMULATES_BF16  // as the manual has them, and Intel's processors; AMD's were not asked
   const float infinity = __builtin_inff();
   check("reduce_ps, of what is an integer, tiny or infinite",
         _mm512_reduce_ps(floats({3, 10066329 * -0x1p-25f, -1e-30f, infinity, 0}),

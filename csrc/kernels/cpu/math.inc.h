@@ -172,7 +172,7 @@ struct Softcap<float> : SoftcapConstants<float> {
       numerator = S::fma(numerator, y, S::set(kNumerator[k]));
       denominator = S::fma(denominator, y, S::set(kDenominator[k]));
     }
-    const auto capped = x * numerator / denominator;
+    const auto capped = S::ratio(x * numerator, denominator);
     return S::minimum(S::set(cap), S::maximum(S::set(-cap), capped));
   }
 };

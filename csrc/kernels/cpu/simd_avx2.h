@@ -57,6 +57,7 @@ struct Simd<float> {
   }
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm256_max_ps(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm256_min_ps(a, b); }
+  static QKV_INLINE Number ratio(Number a, Number b) { return a / b; }
   /// From 1.5 · 2^23 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
   static QKV_INLINE Number exponent_from_low_bits(Number x) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 23));

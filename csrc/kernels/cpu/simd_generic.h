@@ -46,6 +46,7 @@ struct SimdOf {
   static QKV_INLINE Real fma(Real a, Real b, Real c) { return a * b + c; }
   static QKV_INLINE Number maximum(Number a, Number b) { return a > b ? a : b; }
   static QKV_INLINE Number minimum(Number a, Number b) { return a < b ? a : b; }
+  static QKV_INLINE Number ratio(Number a, Number b) { return a / b; }
   /// From 1.5 · 2^(mantissa bits) + n, n >= 0: the number with exponent bits n, which is 0 for n =
   /// 0.
   static QKV_INLINE Number exponent_from_low_bits(Number x) {

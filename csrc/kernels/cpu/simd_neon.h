@@ -46,6 +46,7 @@ struct Simd<float> {
   static QKV_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   static QKV_INLINE Number maximum(Number a, Number b) { return vmaxq_f32(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return vminq_f32(a, b); }
+  static QKV_INLINE Number ratio(Number a, Number b) { return a / b; }
   /// From 1.5 · 2^23 + n, n >= 0: the number with exponent bits n, which is 0 for n = 0.
   static QKV_INLINE Number exponent_from_low_bits(Number x) {
     return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(x), 23));
