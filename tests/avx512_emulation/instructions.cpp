@@ -94,8 +94,8 @@ void numbers() {
   check("cmp_ps, ordered", (_mm512_cmp_ps_mask(one, nan, _CMP_ORD_Q) & 3) == 2);
   check("fmadd_ps", _mm512_fmadd_ps(floats({1 + 0x1p-20f}), floats({1 - 0x1p-20f}), floats({-1})),
         {-0x1p-40f});
-  check("fnmadd_ps",
-        _mm512_fnmadd_ps(floats({1 + 0x1p-20f}), floats({1 - 0x1p-20f}), floats({1})), {0x1p-40f});
+  check("fnmadd_ps", _mm512_fnmadd_ps(floats({1 + 0x1p-20f}), floats({1 - 0x1p-20f}), floats({1})),
+        {0x1p-40f});
   check("rcp14_ps", _mm512_rcp14_ps(floats({1, -4})), {1.0f, -0.25f});
   float of_three[16];
   _mm512_storeu_ps(of_three, _mm512_rcp14_ps(_mm512_set1_ps(3)));

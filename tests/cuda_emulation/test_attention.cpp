@@ -211,6 +211,21 @@ TEST(Emulated, ValuesOfZerosAreNotRowsWithoutKeys) {
   expect_no_faults();
 }
 
+TEST(Emulated, ASinkOfNanDoesNotReachRowsWithoutKeys) {
+  const int64_t sizes[][2] = {{3, 3}, {3, 1100}, {20, 70}};  // few rows, several ranges, tiles
+  for (const auto& [rows, keys] : sizes) {
+    const Tensor query = torch::randn({1, 1, rows, 4});
+    const Tensor key = torch::randn({1, 1, keys, 4}), value = torch::randn({1, 1, keys, 4});
+    const Tensor keep = torch::ones({rows, keys}, torch::kBool);
+    keep[1].fill_(false);
+    const auto options = qkv::AttentionOptions().attn_mask(keep).sinks(torch::full({1}, NAN));
+    const Tensor out = qkv::attention(query, key, value, options);
+    EXPECT_TRUE(out.select(2, 1).eq(0).all().item<bool>());
+    EXPECT_TRUE(out.select(2, 0).isnan().all().item<bool>());
+  }
+  expect_no_faults();
+}
+
 /// Long sums: over keys that the forward does not cut into ranges, as rows are many, and over rows.
 TEST(Emulated, ErrorsDoNotGrowWithLength) {
   const int64_t sizes[][2] = {{2112, 2048}, {32768, 64}};

@@ -91,13 +91,6 @@ QKV_DEVICE uint32_t through_softmax(const Scores<T>& scores, const BackwardRows<
 template <class T, int kColumns>
 using BackwardShared = WeightShared<T, kColumns, BackwardRows<T>>;
 
-/// Whether a row has no keys, if its output is 0: see ForwardResult::write_lse.
-template <class T>
-QKV_DEVICE bool has_no_keys(const BackwardParams<T>& params, int64_t scalar) {
-  const T rest = device::load_global(params.lse_rest + scalar);
-  return rest == T(0) && signbit(rest);
-}
-
 /// delta of each row, a warp a row. Whatever comes for the output of a row without keys, NaN as
 /// well, does not matter.
 template <class Element>
@@ -118,15 +111,13 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
     const Element* rest_row = sizeof(Element) == 2 ? row(task.out_rest) : nullptr;
     const Element* grad_row = row(params.grad_out);
     T sum = T(0);
-    bool all_zero = true;
     for (int64_t column = lane; column < p.value_dim; column += device::kWarp) {
       T out = load_number(out_row + column);
       if constexpr (sizeof(Element) == 2) out += load_number(rest_row + column);
       sum += load_number(grad_row + column) * out;
-      all_zero &= out == T(0);
     }
     sum = sum_of_lanes<device::kWarp>(sum);
-    if (device::ballot(!all_zero) == 0 && has_no_keys(params, unit)) sum = T(0);
+    if (has_no_keys(device::load_global(params.lse_rest + unit))) sum = T(0);
     if (params.grad_lse != nullptr) sum -= device::load_global(params.grad_lse + unit);
     if (lane == 0) device::store_global(task.delta + unit, sum);
   }

@@ -160,14 +160,14 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
       }
       continue;
     }
-    const bool no_keys = sum == T(0);
+    const bool has_keys = sum != T(0);
     const T normaliser = result.finish(head, max, sum);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int64_t column = u.first_column + column_of_thread(j);
       if (column < columns) result.write(head, i_query, column, normaliser * out_of_all[i][j]);
     }
-    if (writes_scalars) result.write_lse(head, i_query, max, sum, no_keys);
+    if (writes_scalars) result.write_lse(head, i_query, max, sum, has_keys);
   }
 }
 

@@ -134,13 +134,14 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
     T lse_t_of_row = sum_of_lanes<kSide>(lse_t_of_all[i]);
     if (r >= u.rows) continue;
     const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, u.batch, r);
+    const T rest = device::load_global(params.lse_rest + scalar);
     if (along.sinks.data != nullptr) {
       const T weight = sink_weight(number_of_head(p, p.sinks, u.batch, head),
-                                   device::load_global(params.lse + scalar),
-                                   device::load_global(params.lse_rest + scalar));
+                                   device::load_global(params.lse + scalar), rest);
       lse_t_of_row += weight * number_of_head(p, along.sinks, u.batch, head);
     }
     if (u.chunk == 0 && thread_x() == 0) device::store_global(params.lse_t + scalar, lse_t_of_row);
+    if (has_no_keys(rest)) lse_t_of_row = T(0);  // its output stays 0, whatever its sink does
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int64_t column = u.first_column + column_of_thread(j);

@@ -168,10 +168,10 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
     }
     const int64_t head = device::load_shared(tile.head + r);
     const int64_t i_query = device::load_shared(tile.query + r);
-    const bool no_keys = sum == T(0);
+    const bool has_keys = sum != T(0);
     const T normaliser = result.finish(head, max, sum);
     if (column < p.value_dim) result.write(head, i_query, column, normaliser * sum_of_column);
-    if (column == 0) result.write_lse(head, i_query, max, sum, no_keys);
+    if (column == 0) result.write_lse(head, i_query, max, sum, has_keys);
   }
 }
 

@@ -78,13 +78,11 @@ class ForwardResult {
     if constexpr (sizeof(Element) == 2) store_rest(rest_ + at(task_.out_rest), x);
   }
 
-  /// From a row's maximum and sum after finish(). Where a sink has all the weight, lse does not
-  /// tell whether keys had so little or there are none: of a row without keys the rest, which is 0,
-  /// is stored as -0.
-  QKV_DEVICE void write_lse(int64_t head, int64_t query, T max, T sum, bool no_keys) const {
+  /// From a row's maximum and sum after finish(), and whether there was a sum before.
+  QKV_DEVICE void write_lse(int64_t head, int64_t query, T max, T sum, bool has_keys) const {
     T lse, rest;
     log_of_sum(max, sum, lse, rest);
-    if (no_keys) rest = -T(0);
+    if (!has_keys) rest = kRestWithoutKeys<T>;
     const int64_t scalar = (batch_ * p_.query_heads + head) * p_.queries + query;
     device::store_global(task_.forward.lse + scalar, lse);
     device::store_global(task_.forward.lse_rest + scalar, rest);

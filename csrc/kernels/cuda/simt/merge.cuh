@@ -43,12 +43,12 @@ merge_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int6
     };
     const ForwardResult<Element> result(task, kv / p.kv_heads);
     T max_with_sink = max, sum = sum_of_splits(p.value_dim + 1);
-    const bool no_keys = sum == T(0);
+    const bool has_keys = sum != T(0);
     const T normaliser = result.finish(head, max_with_sink, sum);
     for (int64_t column = lane; column < output_columns(task); column += device::kWarp) {
       result.write(head, query, column, normaliser * sum_of_splits(column));
     }
-    if (lane == 0) result.write_lse(head, query, max_with_sink, sum, no_keys);
+    if (lane == 0) result.write_lse(head, query, max_with_sink, sum, has_keys);
   }
 }
 
