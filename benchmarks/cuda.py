@@ -240,7 +240,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             lines.append(row(p, times, of_dtype[p.dtype]))
         except torch.OutOfMemoryError:
             lines.append(f"| {p.name} | out of memory |" + 7 * " |")
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # what a point had that ran out of memory is free by now
         print(lines[-1], flush=True)
         # After each point: a run may be cut short.
         (args.output / "cuda.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -15,7 +15,8 @@ if(NOT QKV_TORCH_DIR)
   file(TO_CMAKE_PATH "$ENV{Torch_DIR}:$ENV{CMAKE_PREFIX_PATH}" _qkv_environment)
   foreach(_qkv_prefix IN LISTS Torch_DIR Torch_ROOT _qkv_root CMAKE_PREFIX_PATH _qkv_environment)
     foreach(_qkv_up IN ITEMS "" "/../.." "/../../..")
-      if(NOT QKV_TORCH_DIR AND EXISTS "${_qkv_prefix}${_qkv_up}/lib/libtorch_cpu.so"
+      if(_qkv_prefix AND NOT QKV_TORCH_DIR
+         AND EXISTS "${_qkv_prefix}${_qkv_up}/lib/libtorch_cpu.so"
          AND EXISTS "${_qkv_prefix}${_qkv_up}/include/ATen")
         get_filename_component(QKV_TORCH_DIR "${_qkv_prefix}${_qkv_up}" REALPATH)
       endif()

@@ -106,11 +106,15 @@ Shape row_shape(const Operands& x) {
 
 }  // namespace
 
-void check_like_query(const char* op, const char* name, const Tensor& x, const Tensor& query) {
+void check_rows_of_numbers(const char* op, const char* name, const Tensor& x) {
   check_dense(op, name, x);
   TORCH_CHECK_TYPE(is_supported_float(x.scalar_type()), op, ": ", name,
                    " must be float64, float32, bfloat16 or float16, but is ",
                    dtype_name(x.scalar_type()));
+}
+
+void check_like_query(const char* op, const char* name, const Tensor& x, const Tensor& query) {
+  check_rows_of_numbers(op, name, x);
   TORCH_CHECK_TYPE(x.scalar_type() == query.scalar_type(), op,
                    ": query, key and value must have one dtype, but query is ",
                    dtype_name(query.scalar_type()), " and ", name, " is ",

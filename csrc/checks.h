@@ -18,8 +18,10 @@ struct ScoreShape {
   c10::SymInt keys;
 };
 
-/// x is dense, on query's device, and of query's dtype, which is one of those that there are
-/// kernels for.
+/// x is dense, and of a dtype that there are kernels for.
+void check_rows_of_numbers(const char* op, const char* name, const Tensor& x);
+
+/// The same, and x is on query's device and of query's dtype.
 void check_like_query(const char* op, const char* name, const Tensor& x, const Tensor& query);
 
 /// Masks, slopes and sinks: what their numbers are, and that they broadcast.

@@ -37,12 +37,15 @@ failed=0
 say "Tests of the GPU itself, $("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')"
 "$PYTHON" -m pytest -q --device cuda tests/python/test_cuda.py || failed=1
 
+say "Benchmark, a few points"
+"$PYTHON" benchmarks/cuda.py --quick --output "$output" || failed=1
+
 sanitizer=$(command -v compute-sanitizer || true)
 if [ -n "$sanitizer" ]; then
   # Of our kernels only, and without torch's cache, whose blocks are larger than the tensors in them.
   for check in memcheck racecheck synccheck initcheck; do
     say "compute-sanitizer: $check"
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 600 \
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 240 \
       "$sanitizer" --tool $check --kernel-name kns=3qkv7kernels --error-exitcode 9 \
       "$PYTHON" -m pytest -q --device cuda tests/python/test_cuda.py -k sanitize || failed=1
   done
@@ -50,8 +53,6 @@ else
   say "compute-sanitizer: there is none here"
 fi
 
-say "Benchmark, a few points"
-"$PYTHON" benchmarks/cuda.py --quick --output "$output" || failed=1
 say "All tests"
 "$PYTHON" -m pytest -q --device cuda tests/python --ignore tests/python/test_cuda.py || failed=1
 say "Benchmark"

@@ -40,20 +40,21 @@ QKV_INLINE bool has_no_keys(T lse_rest) {
 /// summed so far to normalise it: 0 for a row without keys, even if its sink is NaN.
 template <class T>
 QKV_INLINE T add_sink(T sink, T& max, T& sum) {
-  const T minus_infinity = -static_cast<T>(__builtin_huge_valf());
-  const bool has_keys = max != minus_infinity;
+  const bool has_keys = sum != T(0);
   const T new_max = max > sink ? max : sink;
-  if (new_max == minus_infinity) return T(0);
+  if (new_max == -static_cast<T>(__builtin_huge_valf())) return T(0);
   const T correction = natural_exp(max - new_max);
   sum = sum * correction + (sink == new_max ? T(1) : natural_exp(sink - new_max));
   max = new_max;
   return has_keys ? correction / sum : T(0);
 }
 
-/// exp(sink - lse), the weight of a row's sink; 0 for a row of nothing whose sink is -inf too.
+/// exp(sink - lse), the weight of a row's sink: 1 for a row without keys, even if its sink is NaN;
+/// 0 if that is -inf.
 template <class T>
 QKV_INLINE T sink_weight(T sink, T lse, T lse_rest) {
   if (lse == -static_cast<T>(__builtin_huge_valf())) return T(0);
+  if (has_no_keys(lse_rest)) return T(1);
   const T below = sink == lse ? T(0) : (sink - lse) - lse_rest;
   return below >= T(0) ? T(1) : natural_exp(below);
 }

@@ -54,8 +54,12 @@ std::tuple<at::Tensor, at::Tensor> KVCache::append(const at::Tensor& key, const 
 std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
                                                      const at::Tensor& value) {
   extension_ = 0;  // until all of it is there
-  check_like_query("qkv::KVCache", "key", key, key);
-  check_like_query("qkv::KVCache", "value", value, value);
+  check_rows_of_numbers("qkv::KVCache", "key", key);
+  check_rows_of_numbers("qkv::KVCache", "value", value);
+  TORCH_CHECK_VALUE(key.scalar_type() == value.scalar_type() && key.device() == value.device(),
+                    "qkv::KVCache: key and value must have one dtype and one device, but are ",
+                    key.scalar_type(), " on ", key.device(), " and ", value.scalar_type(), " on ",
+                    value.device());
   TORCH_CHECK_VALUE(
       key.dim() >= 2 && value.dim() >= 2 && all_sizes_but_width(key) == all_sizes_but_width(value),
       "qkv::KVCache: key and value must be (.., new keys, width), of the same sizes "
@@ -65,7 +69,7 @@ std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
                     "qkv::KVCache: no gradients flow through a cache; use it without grad mode "
                     "(torch.no_grad() in Python, torch::NoGradGuard in C++)");
   const int64_t count = key.size(-2);
-  TORCH_CHECK_VALUE(length_ + count <= max_length_, "qkv::KVCache: there is room for ", max_length_,
+  TORCH_CHECK_VALUE(count <= max_length_ - length_, "qkv::KVCache: there is room for ", max_length_,
                     " keys, but ", length_, " are cached and ", count, " come");
   const auto fits = [](const at::Tensor& cached, const at::Tensor& x) {
     return cached.defined() && sizes_of_one_key(cached) == sizes_of_one_key(x) &&

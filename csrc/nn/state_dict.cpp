@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <fstream>
 #include <map>
+#include <set>
+#include <sstream>
 
 #include "nn/whole_file.h"
 
@@ -52,21 +54,35 @@ void check_whole(const std::string& path, const std::string& name, const at::Ten
                     " and offset ", x.storage_offset(), " in ", bytes, " bytes");
 }
 
+using Archive = caffe2::serialize::PyTorchStreamReader;
+
 /// An archive of TorchScript's, which is also what torch::save writes.
-StateDict read_script_module(const std::string& path) {
-  const auto module = torch::jit::load(path, at::kCPU);
+StateDict read_script_module(const std::string& path, std::istream& file, Archive& archive) {
+  const auto module = torch::jit::load(file, at::kCPU);
   StateDict state;
   for (const auto& item : module.named_parameters()) state[item.name] = item.value;
   for (const auto& item : module.named_buffers()) state[item.name] = item.value;
+
+  // LibTorch does not tell which record is whose, but each storage must have one of its length.
+  std::multiset<size_t> lengths;
+  for (const auto& name : archive.getAllRecords()) lengths.insert(archive.getRecordSize(name));
+  std::set<const void*> seen;
   for (const auto& [name, x] : state) {
-    // (A record that is said to be longer than it is passes: LibTorch does not tell.)
-    if (x.has_storage()) check_whole(path, name, x, x.storage().nbytes());
+    if (!x.has_storage()) continue;
+    const size_t bytes = x.storage().nbytes();
+    check_whole(path, name, x, bytes);
+    if (bytes == 0 || !seen.insert(x.storage().data()).second) continue;
+    const auto record = lengths.find(bytes);
+    TORCH_CHECK_VALUE(record != lengths.end(), "qkv::nn::load_state_dict: ", path,
+                      " is damaged: ", name, " lies in ", bytes,
+                      " bytes, but there is no such record");
+    lengths.erase(record);
   }
   return state;
 }
 
 /// As torch::pickle_load does, which does not tell how long the records are.
-StateDict read_dict(const std::string& path, caffe2::serialize::PyTorchStreamReader& archive) {
+StateDict read_dict(const std::string& path, Archive& archive) {
   const auto pickled = archive.getRecord("data.pkl");
   const char* rest = static_cast<const char*>(std::get<0>(pickled).get());
   size_t size_of_rest = std::get<1>(pickled);
@@ -104,8 +120,15 @@ StateDict read_dict(const std::string& path, caffe2::serialize::PyTorchStreamRea
 StateDict read_archive(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   TORCH_CHECK_VALUE(file.good(), "qkv::nn::load_state_dict: cannot read ", path);
-  caffe2::serialize::PyTorchStreamReader archive(&file);
-  return archive.hasRecord("constants.pkl") ? read_script_module(path) : read_dict(path, archive);
+  std::stringstream all;
+  if (!file.seekg(0, std::ios::end)) {  // as in a pipe
+    file.clear();
+    all << file.rdbuf();
+  }
+  std::istream& stream = all.str().empty() ? static_cast<std::istream&>(file) : all;
+  Archive archive(&stream);
+  return archive.hasRecord("constants.pkl") ? read_script_module(path, stream, archive)
+                                            : read_dict(path, archive);
 }
 
 /// What LibTorch says of a file that it cannot read names neither the file nor the remedy.
@@ -172,9 +195,9 @@ void load_state_dict(torch::nn::Module& module, const std::string& path) {
     TORCH_CHECK_VALUE(tensor.sizes() == from.at(name).sizes(), "qkv::nn::load_state_dict: ", name,
                       " has shape ", tensor.sizes(), ", but ", path, " has ",
                       from.at(name).sizes());
-    TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
-                      "qkv::nn::load_state_dict: ", name,
-                      " is an expanded view, which cannot be written");
+    TORCH_CHECK_VALUE(
+        tensor.layout() != at::kStrided || at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+        "qkv::nn::load_state_dict: ", name, " is an expanded view, which cannot be written");
   }
   at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : to) tensor.copy_(from.at(name));

@@ -15,7 +15,8 @@
 namespace qkv::nn {
 
 /// A file that is there once it is whole. Until done() it has another name in the same folder, and
-/// what has its own name stays. (What is there and no regular file, as a pipe, is written to.)
+/// what has its own name stays. What is there and no regular file, as a pipe or a link to nothing,
+/// is written to; so is a file in whose folder there can be no other.
 ///
 /// Without std::filesystem: libtorch.so exports one of its own, which a program may get, and crash.
 class WholeFile {
@@ -36,8 +37,9 @@ class WholeFile {
       written_ = c10::str(target_, '.', std::random_device()(), ".part");
     }
     stream_.open(written_, std::ios::binary);
+    if (!stream_.is_open() && replaces) stream_.open(written_ = target_, std::ios::binary);
     check(stream_.is_open());
-    if (replaces) ::chmod(written_.c_str(), there.st_mode & 07777);
+    if (written_ != target_ && replaces) ::chmod(written_.c_str(), there.st_mode & 07777);
   }
 
   WholeFile(const WholeFile&) = delete;

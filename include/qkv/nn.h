@@ -270,14 +270,15 @@ TORCH_MODULE(MultiheadAttention);
 ///   - save_state_dict() here, or qkv.nn.save_state_dict() in Python,
 ///   - torch.save(dict(module.state_dict()), path) in Python,
 ///   - torch::save(module, path) in C++, or torch.jit.save(module, path) in Python.
-/// \throws c10::ValueError if the file is damaged or something else, if names or shapes differ, or
-/// if the module is on meta or has an expanded view, naming what; then nothing has been changed.
+/// \throws c10::ValueError if the file is something else or its structure is damaged (its numbers
+/// are taken as they are), if names or shapes differ, or if the module is on meta or has an
+/// expanded view, naming what; then nothing has been changed.
 QKV_API void load_state_dict(torch::nn::Module& module, const std::string& path);
 
 /// Writes a module's parameters and buffers as a dict of tensors, for load_state_dict() and for
 /// Python's torch.load(path).
 /// \throws c10::ValueError if the file cannot be written, or if the module is on meta, naming what;
-/// then a file of that name is as it was.
+/// then a file of that name is as it was, if its folder can take another beside it.
 QKV_API void save_state_dict(const torch::nn::Module& module, const std::string& path);
 
 }  // namespace qkv::nn

@@ -70,6 +70,7 @@ class ScaledDotProductAttention(torch.nn.Module):
     def _key_mask(self, key_padding_mask: Optional[Tensor]) -> Optional[Tensor]:
         return key_mask_of("qkv.nn.ScaledDotProductAttention", key_padding_mask)
 
+    # For both of what is exported: torch.jit.trace cannot do with one that calls forward.
     def _attend(
         self,
         query: Tensor,

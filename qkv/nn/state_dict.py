@@ -30,7 +30,7 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
 
     Raises:
         RuntimeError: if the file holds no dict of tensors, if names or shapes differ, or if the
-            module is on meta; nothing has been changed then.
+            module is on meta or has an expanded view; nothing has been changed then.
         pickle.UnpicklingError: if the file holds anything else than tensors.
     """
     if _is_script_archive(path):
@@ -66,6 +66,15 @@ def _check_fits(
                 f"qkv.nn.load_state_dict: {name} has shape {list(x.shape)}, but {path} has "
                 f"{list(state[name].shape)}"
             )
+        if isinstance(x, torch.Tensor) and _is_expanded(x):
+            raise RuntimeError(
+                f"qkv.nn.load_state_dict: {name} is an expanded view, which cannot be written"
+            )
+
+
+def _is_expanded(x: Tensor) -> bool:
+    strided = x.layout == torch.strided
+    return strided and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
 
 
 def _is_script_archive(path: "str | PathLike[str]") -> bool:

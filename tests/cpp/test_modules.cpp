@@ -12,6 +12,7 @@
 #include <fstream>
 #include <functional>
 #include <sstream>
+#include <thread>
 
 namespace {
 
@@ -381,21 +382,44 @@ TEST_F(Modules, DamagedFilesAreNotReadBeyondTheirEnd) {
   EXPECT_NE(refused({{5, 5}, {far, far}, 0}), "");
 
   // A record that is said to be longer than it is.
-  std::string bytes;
-  {
+  for (const bool script : {true, false}) {
     OneTensor damaged(torch::rand({7, 11}));
-    save_state_dict(damaged, path);
-    bytes = contents(path);
+    if (script) {
+      torch::serialize::OutputArchive archive;
+      damaged.save(archive);
+      archive.save_to(path);
+    } else {
+      save_state_dict(damaged, path);
+    }
+    std::string bytes = contents(path);
+    for (const auto& [from, to] : {std::pair{"K\x4d", "K\xff"}, {"K\x0bK\x01", "K\x14K\x01"}}) {
+      ASSERT_NE(bytes.find(from), std::string::npos);
+      bytes.replace(bytes.find(from), std::strlen(from), to);
+    }
+    std::ofstream(path, std::ios::binary) << bytes;
+    OneTensor other(torch::zeros({7, 11}));
+    EXPECT_EQ(refusal([&] { load_state_dict(other, path); }),
+              "qkv::nn::load_state_dict: " + path + " is damaged: x " +
+                  (script ? "lies in 1020 bytes, but there is no such record"
+                          : "has sizes [7, 11], strides [20, 1] and offset 0 in 308 bytes"));
   }
-  for (const auto& [from, to] : {std::pair{"K\x4d", "K\xff"}, {"K\x0bK\x01", "K\x14K\x01"}}) {
-    ASSERT_NE(bytes.find(from), std::string::npos);
-    bytes.replace(bytes.find(from), std::strlen(from), to);
-  }
-  std::ofstream(path, std::ios::binary) << bytes;
-  OneTensor other(torch::zeros({7, 11}));
-  EXPECT_EQ(refusal([&] { load_state_dict(other, path); }),
-            "qkv::nn::load_state_dict: " + path +
-                " is damaged: x has sizes [7, 11], strides [20, 1] and offset 0 in 308 bytes");
+}
+
+TEST_F(Modules, StateDictsThroughPipesAndFoldersThatTakeNoOtherFile) {
+  const Folder folder({"pipe", std::string(250, 'x')});
+  SelfAttention module(8, 8), through_pipe(8, 8), beside_none(8, 8);
+  const std::string pipe = folder / "pipe", longest = folder / std::string(250, 'x');
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  std::thread writer([&] { save_state_dict(*module, pipe); });
+  load_state_dict(*through_pipe, pipe);
+  writer.join();
+  EXPECT_TRUE(torch::equal(through_pipe->w_q->weight, module->w_q->weight));
+
+  EXPECT_NE(refusal([&] { save_state_dict(*module, longest); }), "");
+  std::ofstream(longest) << "there";
+  save_state_dict(*module, longest);
+  load_state_dict(*beside_none, longest);
+  EXPECT_TRUE(torch::equal(beside_none->w_q->weight, module->w_q->weight));
 }
 
 TEST_F(Modules, WhatCannotBeWrittenIsSaidBeforeAnythingIsLoaded) {
@@ -416,6 +440,11 @@ TEST_F(Modules, WhatCannotBeWrittenIsSaidBeforeAnythingIsLoaded) {
   save_state_dict(expanded, path);  // as values, they can be saved, and loaded elsewhere
   load_state_dict(whole, path);
   EXPECT_TRUE(whole.buffers()[0].eq(0).all().item<bool>());
+
+  WithView sparse(torch::ones({3}).to_sparse()), from_file(torch::zeros({3}).to_sparse());
+  save_state_dict(sparse, path);
+  load_state_dict(from_file, path);
+  EXPECT_TRUE(from_file.buffers()[0].to_dense().eq(1).all().item<bool>());
 }
 
 TEST_F(Modules, InSequential) {

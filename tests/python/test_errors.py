@@ -535,6 +535,7 @@ CACHE = {
     "nested": (torch.nested.nested_tensor([X[0], X[1]]), X, TypeError, "key must be a dense tensor, but is nested"),
     "quantized": (QUANTIZED, QUANTIZED, TypeError, "key must not be quantized, but is qint8"),
     "integers": (X, X.long(), TypeError, "value must be float64, float32, bfloat16 or float16, but is int64"),
+    "dtypes": (X, X.double(), ValueError, "key and value must have one dtype and one device, but are Float on cpu and Double on cpu"),
     "room": (torch.cat([X] * 3, 1), torch.cat([X] * 3, 1), ValueError, "there is room for 16 keys, but 5 are cached and 15 come"),
 }  # fmt: skip
 

@@ -348,6 +348,18 @@ def test_load_state_dict_changes_all_or_nothing(tmp_path):
         assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
 
 
+def test_load_state_dict_says_first_what_cannot_be_written(tmp_path):
+    module = torch.nn.Module()
+    module.first = torch.nn.Parameter(torch.ones(2))
+    module.register_buffer("view", torch.ones(3))
+    qkv.nn.save_state_dict(module, tmp_path / "file")
+    module.first.data.zero_()
+    module.view = torch.zeros(1).expand(3)
+    with pytest.raises(RuntimeError, match="view is an expanded view, which cannot be written"):
+        qkv.nn.load_state_dict(module, tmp_path / "file")
+    assert (module.first == 0).all()
+
+
 def test_meta_holds_no_numbers(tmp_path):
     qkv.nn.save_state_dict(qkv.nn.SelfAttention(8, 4), tmp_path / "file")
     with torch.device("meta"):

@@ -265,11 +265,29 @@ def test_a_sink_of_nan_does_not_reach_rows_without_keys(dtype, rows):
     keep = torch.ones(rows, rows, dtype=torch.bool)
     keep[-1] = False
     sinks = torch.tensor([NAN, 0.0])
-    out, lse = qkv.attention_with_lse(query, key, value, keep, sinks=sinks)
+    attend = lambda sinks: qkv.attention_with_lse(query, key, value, keep, sinks=sinks)  # noqa: E731
+    (out, lse), (out_t, lse_t) = torch.func.jvp(attend, (sinks,), (torch.ones(2),))
     assert lse[:, 0].isnan().all()
-    attend = lambda sinks: qkv.attention(query, key, value, keep, sinks=sinks)  # noqa: E731
-    moved = torch.func.jvp(attend, (torch.zeros(2),), (sinks,))[1]
-    for x in (out, moved):
+    for x in (out, out_t):
         assert (x[:, :, -1] == 0).all()
         assert x[:, 0, :-1].isnan().all()
         assert x[:, 1].isfinite().all()
+    assert (lse_t[:, :, -1] == 1).all()  # its logsumexp is its sink
+    assert lse_t[:, 0, :-1].isnan().all()
+    moved = attend(sinks.requires_grad_())[1][:, :, -1].sum()
+    assert torch.autograd.grad(moved, sinks)[0][1] == 1
+    still = torch.func.jvp(lambda s: attend(s)[0], (torch.zeros(2),), (sinks.detach(),))[1]
+    assert (still[:, :, -1] == 0).all() and still[:, 0, :-1].isnan().all()
+
+
+@pytest.mark.parametrize("rows, keys", [(1, 3), (20, 70), (3, 2100)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_nan_is_seen_though_its_weights_are_dropped(dtype, rows, keys):
+    """The NaN is in what its weights are divided by: no row without keys, with a sink or without."""
+    query, (key, value) = torch.randn(1, 2, rows, 4), torch.randn(2, 1, 2, keys, 4)
+    query[0, 0, 0] = NAN
+    operands = [x.to(dtype) for x in (query, key, value)]
+    for kwargs in ({}, {"sinks": torch.zeros(2)}):
+        out = qkv.attention(*operands, dropout_p=0.999, **kwargs)
+        assert out[0, 0, 0].isnan().all()
+        assert out[0, 0, 1:].isfinite().all() and out[0, 1].isfinite().all()

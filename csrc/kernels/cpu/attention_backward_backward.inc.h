@@ -312,13 +312,12 @@ inline void sink_gradient_t(const BackwardBackwardParams<T>& params, double* gra
     if (lse == -static_cast<T>(__builtin_inff())) continue;
     const T weight = sink_weight(sink, lse, rest);
     T delta{}, delta_t{};
-    if (!has_no_keys(rest)) {
-      with_stored<T>(p.key_value_storage, [&](auto stored) {
-        const auto* grad = rows.template row<decltype(stored)>(backward.grad_out, i);
-        delta = dot<T>(grad, rows.row(backward.out, i), rows.width);
-        delta_t = dot<T>(grad, rows.row(params.out_t, i), rows.width);
-      });
-    }
+    with_stored<T>(p.key_value_storage, [&](auto stored) {
+      if (has_no_keys(rest)) return;  // as in head_gradient
+      const auto* grad = rows.template row<decltype(stored)>(backward.grad_out, i);
+      delta = dot<T>(grad, rows.row(backward.out, i), rows.width);
+      delta_t = dot<T>(grad, rows.row(params.out_t, i), rows.width);
+    });
     if (backward.grad_lse != nullptr) delta -= backward.grad_lse[scalar];
     const T moved = (sink_t - params.lse_t[scalar]) * delta + delta_t;
     sum -= static_cast<double>(weight) * static_cast<double>(moved);
