@@ -352,6 +352,12 @@ TEST_F(Modules, DamagedFilesAreNotReadBeyondTheirEnd) {
     std::vector<int64_t> sizes, strides;
     int64_t offset;
   };
+  const auto save = [&](const OneTensor& module, bool script) {
+    if (!script) return save_state_dict(module, path);
+    torch::serialize::OutputArchive archive;
+    module.save(archive);
+    archive.save_to(path);
+  };
   const auto refused = [&](const Geometry& g) {
     const Tensor x = torch::rand({7, 11});
     x.unsafeGetTensorImpl()->set_sizes_and_strides(g.sizes, g.strides);
@@ -359,13 +365,7 @@ TEST_F(Modules, DamagedFilesAreNotReadBeyondTheirEnd) {
     std::string said[2];
     for (const bool script : {true, false}) {
       OneTensor damaged(x), other(torch::zeros(g.sizes));
-      if (script) {
-        torch::serialize::OutputArchive archive;
-        damaged.save(archive);
-        archive.save_to(path);
-      } else {
-        save_state_dict(damaged, path);
-      }
+      save(damaged, script);
       said[script] = refusal([&] { load_state_dict(other, path); });
       EXPECT_TRUE(other.parameters()[0].eq(0).all().item<bool>());
     }
@@ -384,13 +384,7 @@ TEST_F(Modules, DamagedFilesAreNotReadBeyondTheirEnd) {
   // A record that is said to be longer than it is.
   for (const bool script : {true, false}) {
     OneTensor damaged(torch::rand({7, 11}));
-    if (script) {
-      torch::serialize::OutputArchive archive;
-      damaged.save(archive);
-      archive.save_to(path);
-    } else {
-      save_state_dict(damaged, path);
-    }
+    save(damaged, script);
     std::string bytes = contents(path);
     for (const auto& [from, to] : {std::pair{"K\x4d", "K\xff"}, {"K\x0bK\x01", "K\x14K\x01"}}) {
       ASSERT_NE(bytes.find(from), std::string::npos);
