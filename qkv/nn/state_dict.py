@@ -15,11 +15,16 @@ def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
     read by LibTorch.
 
     Raises:
-        RuntimeError: if the module is on meta, or if the file cannot be written.
+        RuntimeError: if the module is on meta or has an extra state that is no tensor, or if the
+            file cannot be written.
     """
     state = module.state_dict()
     for name, x in state.items():
-        if isinstance(x, Tensor) and x.is_meta:
+        if not isinstance(x, Tensor):
+            raise RuntimeError(
+                f"qkv.nn.save_state_dict: {name} must be a tensor, but is {type(x).__name__}"
+            )
+        if x.is_meta:
             raise RuntimeError(f"qkv.nn.save_state_dict: {name} is on meta, which holds no numbers")
     torch.save({name: x.detach() for name, x in state.items()}, path)
 

@@ -348,6 +348,18 @@ def test_load_state_dict_changes_all_or_nothing(tmp_path):
         assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
 
 
+def test_save_state_dict_names_what_is_no_tensor(tmp_path):
+    class WithVersion(qkv.nn.SelfAttention):
+        def get_extra_state(self):
+            return {"version": 1}
+
+    with pytest.raises(
+        RuntimeError, match="save_state_dict: _extra_state must be a tensor, but is"
+    ):
+        qkv.nn.save_state_dict(WithVersion(4, 4), tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
 def test_load_state_dict_says_first_what_cannot_be_written(tmp_path):
     module = torch.nn.Module()
     module.first = torch.nn.Parameter(torch.ones(2))
