@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show: builds with this machine's own Python and torch, without a
 # network, and runs the tests on CUDA, compute-sanitizer and the benchmark. What says most in the
-# least time comes first, as machines may be lent for minutes.
+# least time comes first.
 #
 #   scripts/gpu_check.sh [--output DIR]     results: DIR/gpu_check.log, cuda.json, cuda.md
 #
