@@ -9,10 +9,10 @@
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2), five products a tile:
 //
 //     S = scale · K Qᵀ    dP = V dOᵀ    (to P and dS: backward_tile.inc.h)
-//     dV += P dO          dK += dS (scale · Q)          dQ += scale · dSᵀ K
+//     dV += P dO          dK += scale · dS Q            dQ += scale · dSᵀ K
 //
-//     P, dS  keys [ rows -> ]   x   dO, scaled Q  rows [ D -> ]   =   dV, dK  keys [ D -> ]
-//     Kᵀ       D  [ keys -> ]   x   dS            keys [ rows -> ] =   dQᵀ       D [ rows -> ]
+//     P, dS  keys [ rows -> ]   x   dO, Q  rows [ D -> ]     =   dV, dK  keys [ D -> ]
+//     Kᵀ       D  [ keys -> ]   x   dS     keys [ rows -> ]  =   dQᵀ       D [ rows -> ]
 //
 // One unit of work is a range of keys ("split") of one key/value head: it owns dK and dV of its
 // keys and walks over all rows that see them. With several splits (their number is a function of
@@ -68,17 +68,17 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
-/// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of c have `width` numbers, whole
-/// vectors.
+/// c[n][d] += c.scale · sum over r < rows of a[n][r] · b[r][d]. Rows of c have `width` numbers,
+/// whole vectors.
 template <class T, int kRows, class Sum>
 inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t b_row,
-                              int64_t width, Sum* c, int64_t c_row) {
+                              int64_t width, Sums<Sum> c) {
   using S = Simd<T>;
   constexpr int kMost = S::kOuterVectors, kHalf = (kMost + 2) / 2;
   const auto columns = [&](auto vectors, auto broadcast) __attribute__((always_inline)) {
-    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b, b_row, c, c_row);
+    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b, b_row, c);
     b += vectors() * S::kWidth;
-    c += vectors() * S::kWidth;
+    c = c.from(0, vectors() * S::kWidth);
   };
   int64_t left = width / S::kWidth;
   for (; left >= kMost && left != kMost + 1; left -= kMost) {
@@ -116,16 +116,14 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   const bool whole = p.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
                      params.grad_mask.data != nullptr;
   Work work(params, static_cast<T*>(scratch), whole);
-  T* query_rows = work.end_of_scratch;                         // [rows][D], scaled
-  T* grad_out_rows = query_rows + kRows * query_row;           // [rows][Dv]
-  T* own_grad_query_t = grad_out_rows + kRows * grad_out_row;  // [D][rows]
-  T* key_sums = own_grad_query_t + p.head_dim * kRows;         // [keys of the split][D]
-  T* value_sums = key_sums + (keys.end - keys.begin) * key_width;
-  T* copies_of_keys = value_sums + (keys.end - keys.begin) * value_width;
-  const KeySums<T> grad_key(p, head, keys, p.head_dim, params.grad_key, key_sums);
-  const KeySums<T> grad_value(p, head, keys, p.value_dim, params.grad_value, value_sums);
-  if (need_key) grad_key.clear();
-  if (need_value) grad_value.clear();
+  T* packed_query = work.end_of_scratch;                         // [rows][D]
+  T* packed_grad_out = packed_query + kRows * query_row;         // [rows][Dv]
+  T* own_grad_query_t = packed_grad_out + kRows * grad_out_row;  // [D][rows]
+  T* own_key_sums = own_grad_query_t + p.head_dim * kRows;       // [keys of the split][D]
+  T* own_value_sums = own_key_sums + (keys.end - keys.begin) * key_width;
+  T* copies_of_keys = own_value_sums + (keys.end - keys.begin) * value_width;
+  KeySums<T> key_sums(p, head, keys, p.head_dim, p.scale, params.grad_key, own_key_sums);
+  KeySums<T> value_sums(p, head, keys, p.value_dim, T(1), params.grad_value, own_value_sums);
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
   alignas(64) T slope_gradient[kRows];
@@ -136,20 +134,24 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
     T* grad_query_t = params.splits == 1
                           ? own_grad_query_t
                           : params.partial_grad_query + (unit * tiles + t) * p.head_dim * kRows;
-    if (need_query) set_to_zero(grad_query_t, p.head_dim * kRows);
+    bool has_grad_query = false;
 
     if (t == 0) work.load_keys(keys, copies_of_keys);
 
     const KeyRange range = work.keys_of_rows().intersection(keys);
+    Rows<T> query{}, grad_out{};
     if (!range.empty()) {
       work.load_rows();
-      tile.pack(p.query, p.head_dim, p.scale, query_rows, query_row, p.key_value_storage);
-      tile.pack(params.grad_out, p.value_dim, T(1), grad_out_rows, grad_out_row,
-                p.key_value_storage);
+      const Storage storage = p.key_value_storage;
+      if (need_key) query = rows_of_tile(tile, p.query, storage, p.head_dim, packed_query);
+      if (need_value) {
+        grad_out = rows_of_tile(tile, params.grad_out, storage, p.value_dim, packed_grad_out);
+      }
     }
     Lazily rows_finite([&] {
-      return all_finite<T>(query_rows, query_row, kRows, p.head_dim) &&
-             all_finite<T>(grad_out_rows, grad_out_row, kRows, p.value_dim);
+      return (!need_key || all_finite<T>(query.first, query.stride, tile.rows, p.head_dim)) &&
+             (!need_value ||
+              all_finite<T>(grad_out.first, grad_out.stride, tile.rows, p.value_dim));
     });
 
     set_to_zero(slope_gradient, kRows);
@@ -168,25 +170,30 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       if (p.softcap != T(0)) work.through_softcap(state, block);
 
       const auto for_each_gradient = [&](auto add) __attribute__((always_inline)) {
-        if (need_value) add(work.p_tile, grad_out_rows, grad_out_row, grad_value);
-        if (need_key) add(work.ds_tile, query_rows, query_row, grad_key);
+        if (need_value) add(work.p_tile, grad_out, value_sums);
+        if (need_key) add(work.ds_tile, query, key_sums);
       };
       if (partial && !rows_finite()) {
-        for_each_gradient([&](const T* tile, const T* rows, int64_t row, const KeySums<T>& sums) {
-          multiply_add_kept_rows<T, kRows>(block, tile, rows, row, work.mask.bits, sums.width,
-                                           sums.of(n), sums.row);
+        for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
+          multiply_add_kept_rows<T, kRows>(block, tile.rows, pairs, rows.first, rows.stride,
+                                           work.mask.bits, sums.width, sums.of(n, n + block));
         });
       } else {
         work.seen.for_each_strip(block, [&](KeyRange seen, int r, int count) {
-          for_each_gradient([&](const T* tile, const T* rows, int64_t row, const KeySums<T>& sums) {
-            multiply_add_rows<T, kRows>(seen.end - seen.begin, count, tile + seen.begin * kRows + r,
-                                        rows + r * row, row, sums.width, sums.of(n + seen.begin),
-                                        sums.row);
+          for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
+            multiply_add_rows<T, kRows>(
+                seen.end - seen.begin, count, pairs + seen.begin * kRows + r, rows.from(r).first,
+                rows.stride, sums.width, sums.of(n + seen.begin, n + seen.end));
           });
         });
       }
 
       if (!need_query) continue;
+      const bool all_rows = state == TileState::kFull && tile.rows > kRows - S::kWidth;
+      if (!has_grad_query && !all_rows) {
+        set_to_zero(grad_query_t, p.head_dim * kRows);
+        has_grad_query = true;
+      }
       const Rows<T> key = spread_rows<T>(work.key, block, p.head_dim, work.key_rows);
       if (partial && !all_finite<T>(key.first, key.stride, block, p.head_dim)) {
         multiply_add_kept_keys<T, kVectors>(block, p.head_dim, key.first, key.stride, work.ds_tile,
@@ -194,12 +201,15 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       } else {
         work.seen.for_each_part([&](int first_vector, auto vectors, KeyRange seen) {
           const int64_t r = first_vector * S::kWidth;
-          multiply_add<T, vectors()>(
-              p.head_dim, seen.end - seen.begin, key.first + seen.begin * key.stride, UnitStride{},
-              key.stride, work.ds_tile + seen.begin * kRows + r, kRows, grad_query_t + r, kRows);
+          multiply_add<T, vectors()>(p.head_dim, seen.end - seen.begin,
+                                     key.first + seen.begin * key.stride, UnitStride{}, key.stride,
+                                     work.ds_tile + seen.begin * kRows + r, kRows,
+                                     Sums<T>{grad_query_t + r, kRows, has_grad_query});
         });
       }
+      has_grad_query = true;
     }
+    if (need_query && !has_grad_query) set_to_zero(grad_query_t, p.head_dim * kRows);
     if (params.slope_gradient_of_rows != nullptr) {
       T* of_rows = params.slope_gradient_of_rows + split * p.batch * p.query_heads * p.queries;
       for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p, r)] = slope_gradient[r];
@@ -210,8 +220,8 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
     }
   }
 
-  if (need_key) grad_key.write();
-  if (need_value) grad_value.write();
+  if (need_key) key_sums.write();
+  if (need_value) value_sums.write();
 }
 
 /// sum = dQᵀ of tile `t` of a head, `size` numbers: the parts of all splits, added in order. Heads

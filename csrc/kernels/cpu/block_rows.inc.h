@@ -3,8 +3,8 @@
 #include "kernels/band.h"
 #include "kernels/cpu/row_tile.inc.h"
 
-// Rows of K or V, of a block of keys or of all that several tiles take in: where they lie, or
-// copied.
+// Rows of K or V, of a block of keys or of all that several tiles take in, and those of a tile:
+// where they lie, or copied.
 //
 // Those stored in 16 bits are converted. Those a multiple of 1024 bytes apart, as the rows of a
 // head in a tensor (B, N, H, D) often are, are spread for a product that reads a few columns at a
@@ -90,6 +90,23 @@ inline Rows<T> copies_of_rows(const RowTile<kRows>& tile, const Operand<const T>
                               Storage storage, int64_t first, int64_t count, int64_t width, T* to) {
   const Rows<T> rows = rows_of_block(tile, x, storage, first, count, width, to);
   return spread_rows<T>(rows, count, width, to);
+}
+
+/// The rows of a tile, for a product that reads them by the vector: where they lie, if it is one
+/// after the other, in whole vectors; else copies in `to`, with zeros after the last column.
+template <class T, int kRows>
+QKV_ONE_COPY Rows<T> rows_of_tile(const RowTile<kRows>& tile, const Operand<const T>& x,
+                                  Storage storage, int64_t width, T* to) {
+  const int64_t row = spread_row<T>(width);
+  if (storage == Storage::kSame && x.row_stride == row && row == width) {
+    const T* first = tile.row(x, 0);
+    const bool of_one_head = tile.rows == 1 || tile.head[0] == tile.head[1];
+    const bool by_vectors =
+        reinterpret_cast<uintptr_t>(first) % sizeof(typename Simd<T>::Number) == 0;
+    if (of_one_head && by_vectors) return {first, row};
+  }
+  tile.pack(x, width, T(1), to, row, storage);
+  return {to, row};
 }
 
 }  // namespace qkv::kernels::QKV_ISA

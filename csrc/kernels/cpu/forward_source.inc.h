@@ -116,7 +116,7 @@ class ForwardSource
                                                  bits, out_t);
     } else {
       multiply_add<T, kVectors>(p_.value_dim, keys, v.first, UnitStride{}, v.stride, weights, kRows,
-                                out_t, kRows);
+                                Sums<T>{out_t, kRows});
     }
   }
 

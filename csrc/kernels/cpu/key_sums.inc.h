@@ -42,8 +42,9 @@ class KeySums {
   int64_t width;  // of a row, whole vectors
   int64_t row;    // numbers from one to the next
 
-  /// `columns` are those of the gradient, `scratch` has room for all rows.
-  KeySums(const Problem<T>& p, int64_t head, KeyRange keys, int64_t columns,
+  /// `columns` are those of the gradient, `scratch` has room for all rows. What is added is
+  /// multiplied by `scale` before.
+  KeySums(const Problem<T>& p, int64_t head, KeyRange keys, int64_t columns, T scale,
           const Operand<T>& gradient, T* scratch)
       : width(round_up_to_vector<T>(columns)),
         row(width),
@@ -51,8 +52,10 @@ class KeySums {
         head_(head),
         keys_(keys),
         columns_(columns),
+        scale_(scale),
         gradient_(gradient),
-        first_(scratch) {
+        first_(scratch),
+        begun_(keys.begin) {
     in_place_ = gradient.data != nullptr && p.key_value_storage == Storage::kSame &&
                 gradient.column_stride == 1 && columns == width &&
                 !shares_sets<T>(gradient.row_stride);
@@ -61,25 +64,34 @@ class KeySums {
     first_ = RowTile<1>::of_head(p, head, 0).keys_of_head(gradient) + keys.begin * row;
   }
 
-  T* of(int64_t key) const { return first_ + (key - keys_.begin) * row; }
-
-  void clear() const {
-    if (row == width) return set_to_zero(first_, (keys_.end - keys_.begin) * width);
-    for (int64_t n = keys_.begin; n < keys_.end; ++n) set_to_zero(of(n), width);
+  /// Those of the keys begin .. end, which all are added to now. If nothing was before, they are
+  /// left to be written; else those that are new begin as zeros.
+  Sums<T> of(int64_t begin, int64_t end) {
+    const bool all_new = begin >= begun_;
+    clear_up_to(all_new ? begin : end);
+    if (begun_ < end) begun_ = end;
+    return {first_ + (begin - keys_.begin) * row, row, !all_new, scale_};
   }
 
   /// To the gradient, unless they are there.
-  void write() const {
+  void write() {
+    clear_up_to(keys_.end);
     if (!in_place_) write_rows_of_keys(p_, head_, keys_, columns_, first_, row, gradient_);
   }
 
  private:
+  void clear_up_to(int64_t end) {
+    for (; begun_ < end; ++begun_) set_to_zero(first_ + (begun_ - keys_.begin) * row, width);
+  }
+
   const Problem<T>& p_;
   int64_t head_;
   KeyRange keys_;
   int64_t columns_;
+  T scale_;
   const Operand<T>& gradient_;
   T* first_;
+  int64_t begun_;  // up to this key there are sums
   bool in_place_;
 };
 

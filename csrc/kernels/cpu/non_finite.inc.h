@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
 
 // What is masked out cannot matter, even if it is NaN or inf: but 0 · NaN is NaN, so a matrix
 // product over a tile with masked pairs would let it through. Tiles that are partly masked look at
@@ -69,21 +70,22 @@ inline void multiply_add_kept_keys(int64_t keys, int64_t width, const T* a, int6
   }
 }
 
-/// c[n][d] += sum over the rows r that keep key n of a[n][r] · b[r][d]; rows of c have `width`
-/// numbers, whole vectors
+/// c[n][d] += c.scale · sum over the rows r that keep key n of a[n][r] · b[r][d]; rows of c have
+/// `width` numbers, whole vectors
 template <class T, int kRows>
-inline void multiply_add_kept_rows(int64_t keys, const T* a, const T* b, int64_t b_row,
-                                   const uint8_t* bits, int64_t width, T* c, int64_t c_row) {
+inline void multiply_add_kept_rows(int64_t keys, int64_t rows, const T* a, const T* b,
+                                   int64_t b_row, const uint8_t* bits, int64_t width, Sums<T> c) {
   using S = Simd<T>;
   for (int64_t n = 0; n < keys; ++n) {
     for (int64_t d = 0; d < width; d += S::kWidth) {
       auto sum = S::zero();
-      for (int r = 0; r < kRows; ++r) {
+      for (int64_t r = 0; r < rows; ++r) {
         if ((bits[n / 8 * kRows + r] >> (n % 8) & 1) == 0) continue;
         sum = S::fma(S::set(a[n * kRows + r]), S::load(b + r * b_row + d), sum);
       }
-      T* c_n = c + n * c_row + d;
-      S::store(c_n, S::load(c_n) + sum);
+      T* c_n = c.first + n * c.row + d;
+      const auto so_far = c.has_any ? S::load(c_n) : S::zero();
+      S::store(c_n, S::fma(sum, S::set(c.scale), so_far));
     }
   }
 }

@@ -54,7 +54,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
       round_keys<vectors()>(b + r, keys, tile_pairs_ + r, sums == nullptr ? nullptr : sums + r);
       multiply_add<BFloat16Pair, vectors()>(
           width, pairs_of(keys.end - keys.begin), key_pairs_ + keys.begin / 2 * row, UnitStride{},
-          row, tile_pairs_ + keys.begin / 2 * kRows + r, kRows, c + r, kRows);
+          row, tile_pairs_ + keys.begin / 2 * kRows + r, kRows, Sums<float>{c + r, kRows});
     });
     if (!leaves_out) return;
     const auto of_tile = [b](int k, int r) { return b[k * kRows + r]; };
@@ -70,7 +70,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
       round_rows(a + r, keys, rows, tile_pairs_ + r / 2);
       multiply_add_rows<BFloat16Pair, kRows / 2>(
           keys.end - keys.begin, pairs_of(rows), tile_pairs_ + (keys.begin * kRows + r) / 2,
-          packed_rows(y) + r / 2 * row, row, row, c + keys.begin * row, row);
+          packed_rows(y) + r / 2 * row, row, row, Sums<float>{c + keys.begin * row, row});
     });
     if (!rows_finite_[y]) add_non_finite_rows(y, a, c);
   }
@@ -84,7 +84,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
   }
   static int64_t pairs_of(int64_t numbers) { return (numbers + 1) / 2; }
 
-  BFloat16Pair* packed_rows(OfRows y) const { return reinterpret_cast<BFloat16Pair*>(rows_[y]); }
+  BFloat16Pair* packed_rows(OfRows y) const { return reinterpret_cast<BFloat16Pair*>(packed_[y]); }
   const BFloat16* row_of_tile(OfRows y, int r) const {
     return r < tile_->rows ? tile_->stored_row<BFloat16>(m_.rows[y], r) : nullptr;
   }

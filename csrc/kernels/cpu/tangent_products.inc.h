@@ -117,13 +117,13 @@ class VectorProducts {
       if (!m_.has(OfRows(y))) continue;
       const int64_t width = m_.width(OfRows(y));
       take(columns_[y], Scores::column_factors(width, kRows));
-      if (m_.of_backward) take(rows_[y], spread_row<T>(width) * kRows);
+      if (m_.of_backward) take(packed_[y], spread_row<T>(width) * kRows);
     }
   }
 
   void load_rows(const RowTile<kRows>& tile) {
     tile_ = &tile;
-    for (auto& packed : has_rows_) packed = false;
+    for (auto& has : has_rows_) has = false;
     for (int y = 0; y < kOfRows; ++y) {
       if (!m_.has(OfRows(y))) continue;
       const T factor = y == kGradOut ? T(1) : m_.p.scale;
@@ -166,24 +166,27 @@ class VectorProducts {
       const int r = v * S::kWidth;
       multiply_add<T, vectors()>(width, keys.end - keys.begin,
                                  rows.first + keys.begin * rows.stride, UnitStride{}, rows.stride,
-                                 b + keys.begin * kRows + r, kRows, c + r, kRows);
+                                 b + keys.begin * kRows + r, kRows, Sums<T>{c + r, kRows});
     });
   }
 
   /// c[keys][width] += a Y for a[keys][rows]; rows of c are whole vectors
   QKV_ONE_COPY void add_to_keys(OfRows y, const T* a, T* c) {
-    const int64_t width = round_up_to_vector<T>(m_.width(y)), row = spread_row<T>(m_.width(y));
+    const int64_t width = round_up_to_vector<T>(m_.width(y));
+    Rows<T>& rows = rows_[y];
     if (!has_rows_[y]) {
-      tile_->pack(m_.rows[y], m_.width(y), T(1), rows_[y], row, storage());
+      rows = rows_of_tile(*tile_, m_.rows[y], storage(), m_.width(y), packed_[y]);
       has_rows_[y] = true;
-      rows_finite_[y] = all_finite<T>(rows_[y], row, kRows, m_.width(y));
+      rows_finite_[y] = all_finite<T>(rows.first, rows.stride, tile_->rows, m_.width(y));
     }
     if (block_.state == TileState::kPartial && !rows_finite_[y]) {
-      multiply_add_kept_rows<T, kRows>(block_.keys, a, rows_[y], row, block_.bits, width, c, width);
+      multiply_add_kept_rows<T, kRows>(block_.keys, tile_->rows, a, rows.first, rows.stride,
+                                       block_.bits, width, Sums<T>{c, width});
     } else {
-      seen_.for_each_strip(block_.keys, [&](KeyRange keys, int r, int rows) {
-        multiply_add_rows<T, kRows>(keys.end - keys.begin, rows, a + keys.begin * kRows + r,
-                                    rows_[y] + r * row, row, width, c + keys.begin * width, width);
+      seen_.for_each_strip(block_.keys, [&](KeyRange keys, int r, int count) {
+        multiply_add_rows<T, kRows>(keys.end - keys.begin, count, a + keys.begin * kRows + r,
+                                    rows.from(r).first, rows.stride, width,
+                                    Sums<T>{c + keys.begin * width, width});
       });
     }
   }
@@ -195,8 +198,8 @@ class VectorProducts {
   const RowTile<kRows>* tile_ = nullptr;
   TangentBlock block_{};
   SeenKeys<T, kVectors> seen_;  // of the block; pairs that no product writes are not kept
-  T* rows_[kOfRows]{};          // [rows][width], when they are asked for
-  bool has_rows_[kOfRows]{};
+  T* packed_[kOfRows]{};        // room for [rows][width]
+  bool has_rows_[kOfRows]{};    // they were asked for
   bool rows_finite_[kOfRows]{};
 
  private:
@@ -244,6 +247,7 @@ class VectorProducts {
   Rows<T> copies_[kOfKeys]{};  // of all keys, of those matrices that are copied
   Rows<T> keys_[kOfKeys]{};    // of the block, when they are asked for
   Rows<Factor> lines_[kOfKeys]{};
+  Rows<T> rows_[kOfRows]{};         // of the tile, when they are asked for
   T* block_rows_[kOfKeys]{};        // [keys][width], converted or spread
   Factor* block_lines_[kOfKeys]{};  // copied, unless factors are numbers
   Factor* columns_[kOfRows]{};      // [width][rows], of the query scaled if Scores does

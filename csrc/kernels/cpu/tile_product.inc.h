@@ -144,20 +144,39 @@ QKV_INLINE void multiply(int64_t rows, int64_t depth, const T* a, RowStride a_ro
       [](int64_t, int) __attribute__((always_inline)) { return Simd<T>::zero(); }, finish);
 }
 
-/// C += A · B, summed before it is added: what is added up over many blocks of keys or tiles of
-/// rows errs by their number and their size, not by the product of both.
+/// Sums that a product is added to, `row` numbers from one row to the next.
+template <class T>
+struct Sums {
+  T* first;
+  int64_t row;
+  bool has_any = true;  // else they are written
+  T scale = T(1);       // of what is added
+
+  Sums from(int64_t r, int64_t c) const { return {first + r * row + c, row, has_any, scale}; }
+};
+
+/// C += scale · A · B, summed before it is added: what is added up over many blocks of keys or
+/// tiles of rows errs by their number and their size, not by the product of both.
 template <class T, int kVectors, int kRows = rows_together<T, kVectors>(), class RowStride,
           class StepStride, class Sum>
 QKV_INLINE void multiply_add(int64_t rows, int64_t depth, const T* a, RowStride a_row,
-                             StepStride a_step, const T* b, int64_t b_row, Sum* c, int64_t c_row) {
+                             StepStride a_step, const T* b, int64_t b_row, Sums<Sum> c) {
   using S = Simd<Sum>;
-  tile_product<T, kRows, kVectors>(
-      0, rows, depth, a, a_row, a_step, b, b_row,
-      [](int64_t, int) __attribute__((always_inline)) { return S::zero(); },
-      each_vector([=](int64_t r, int v, typename S::Number x) __attribute__((always_inline)) {
-        Sum* to = c + r * c_row + v * S::kWidth;
-        S::store(to, S::load(to) + x);
-      }));
+  const auto product = [&](auto adds) __attribute__((always_inline)) {
+    tile_product<T, kRows, kVectors>(
+        0, rows, depth, a, a_row, a_step, b, b_row,
+        [](int64_t, int) __attribute__((always_inline)) { return S::zero(); },
+        each_vector([=](int64_t r, int v, typename S::Number x) __attribute__((always_inline)) {
+          Sum* to = c.first + r * c.row + v * S::kWidth;
+          const auto scale = S::set(c.scale);
+          if constexpr (adds() != 0) {
+            S::store(to, S::fma(x, scale, S::load(to)));
+          } else {
+            S::store(to, x * scale);
+          }
+        }));
+  };
+  with_constant(c.has_any, product);
 }
 
 }  // namespace qkv::kernels::QKV_ISA
