@@ -1,5 +1,5 @@
-// Bits of one (batch, head) do not depend on threads, on the rest of the batch, or on who else is
-// calling.
+// Bits of one (batch, head) do not depend on threads, on the rest of the batch, on where operands
+// lie, or on who else is calling.
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -148,6 +148,44 @@ TEST(Invariance, RestOfTheBatch) {
          {0, 1, 2, 6, 7, 8, 9, 10, 11}) {  // not those gradients that are summed over the batch
       EXPECT_TRUE(torch::equal(alone.tensors[i], both.tensors[i].slice(0, b, b + 1))) << i;
     }
+  }
+}
+
+/// Kernels read rows where they lie if these begin with a vector and follow each other, else
+/// copies.
+TEST(Invariance, WhereOperandsLie) {
+  const auto as_it_is = [](const Tensor& x) { return x.clone(); };
+  const auto one_number_later = [](const Tensor& x) {
+    return torch::empty(x.numel() + 1).slice(0, 1).view(x.sizes()).copy_(x);
+  };
+  const auto heads_between_rows = [](const Tensor& x) {
+    return x.transpose(1, 2).contiguous().transpose(1, 2);
+  };
+  const auto rows_apart = [](const Tensor& x) { return torch::stack({x, x + 1}, 3).select(3, 0); };
+  for (const int64_t width : {8, 16, 24, 64}) {
+    const Tensor query = torch::randn({1, 2, 200, width}), key = torch::randn({1, 2, 130, width}),
+                 value = torch::randn({1, 2, 130, width}), grad = torch::randn_like(query);
+    const auto run = [&](const auto& lie) {
+      std::vector<Tensor> inputs;
+      for (const Tensor& x : {query, key, value, grad}) {
+        inputs.push_back(lie(x).detach().requires_grad_());
+      }
+      const Tensor out = qkv::attention(inputs[0], inputs[1], inputs[2],
+                                        qkv::AttentionOptions().window(90, 20).scale(0.3));
+      Results r{{out.detach()}};
+      const auto first = torch::autograd::grad({out}, {inputs[0], inputs[1], inputs[2]},
+                                               {inputs[3]}, /*retain_graph=*/true,
+                                               /*create_graph=*/true);
+      for (const Tensor& x : first) r.tensors.push_back(x.detach());
+      for (const Tensor& x : torch::autograd::grad(first, inputs, {query, key, value})) {
+        r.tensors.push_back(x);
+      }
+      return r;
+    };
+    const Results expected = run(as_it_is);
+    EXPECT_TRUE(run(one_number_later) == expected) << width;
+    EXPECT_TRUE(run(heads_between_rows) == expected) << width;
+    EXPECT_TRUE(run(rows_apart) == expected) << width;
   }
 }
 
