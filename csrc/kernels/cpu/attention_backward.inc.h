@@ -189,8 +189,9 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       }
 
       if (!need_query) continue;
-      const bool all_rows = state == TileState::kFull && tile.rows > kRows - S::kWidth;
-      if (!has_grad_query && !all_rows) {
+      // Only sums of splits read the lanes without a row.
+      const bool written = !partial && (params.splits == 1 || tile.rows > kRows - S::kWidth);
+      if (!has_grad_query && !written) {
         set_to_zero(grad_query_t, p.head_dim * kRows);
         has_grad_query = true;
       }

@@ -100,8 +100,9 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 
   QKV_ONE_COPY void load_rows() {
     const Storage storage = p.key_value_storage;
-    Scores::pack_columns(tile, p.query, p.head_dim, p.scale, storage, query_t);
-    Scores::pack_columns(tile, params.grad_out, p.value_dim, T(1), storage, grad_out_t);
+    const int lanes = whole ? kRows : static_cast<int>(round_up_to_vector<T>(tile.rows));
+    Scores::pack_columns(tile, p.query, p.head_dim, p.scale, storage, query_t, lanes);
+    Scores::pack_columns(tile, params.grad_out, p.value_dim, T(1), storage, grad_out_t, lanes);
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);
       const auto grad_out = tile.template stored_rows_in<Stored>(params.grad_out),

@@ -45,10 +45,10 @@ inline int64_t column_pairs(int64_t width, int64_t rows) { return (width + 31) /
 /// to[d / 2][row] = (x[row][d], x[row][d + 1])
 template <int kRows, class Half>
 inline void pack_columns_in_pairs(const RowTile<kRows>& tile, const Operand<const float>& x,
-                                  int64_t width, HalfPair<Half>* to) {
+                                  int64_t width, HalfPair<Half>* to, int lanes = kRows) {
   constexpr int kWidth = Simd<float>::kWidth;
   const auto rows_of_x = tile.template stored_rows_in<Half>(x);
-  for (int r = 0; r < kRows; r += kWidth) {
+  for (int r = 0; r < lanes; r += kWidth) {
     const Half* from[kWidth];
     for (int l = 0; l < kWidth; ++l) {
       from[l] = r + l < tile.rows ? rows_of_x[r + l] : nullptr;

@@ -18,8 +18,9 @@ struct InPairs {
 
   template <int kRows>
   static void pack_columns(const RowTile<kRows>& tile, const Operand<const float>& y, int64_t width,
-                           float /*scale*/, Storage /*storage*/, BFloat16Pair* to) {
-    pack_columns_in_pairs(tile, y, width, to);
+                           float /*scale*/, Storage /*storage*/, BFloat16Pair* to,
+                           int lanes = kRows) {
+    pack_columns_in_pairs(tile, y, width, to, lanes);
   }
 
   /// Where they lie, if all begin with a pair; copies end with a zero if the width is odd.

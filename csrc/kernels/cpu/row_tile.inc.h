@@ -169,15 +169,16 @@ struct RowTile {
     return (batch_number * problem.query_heads + head[r]) * problem.queries + query[r];
   }
 
-  /// to[d][r] = scale · x[r][d], 0 for the lanes without a row.
+  /// to[d][r] = scale · x[r][d], 0 for the lanes without a row, of the first `lanes`, whole
+  /// vectors.
   template <class T>
   QKV_ONE_COPY void pack_transposed(const Operand<const T>& x, int64_t width, T scale, T* to,
-                                    Storage storage = Storage::kSame) const {
+                                    Storage storage = Storage::kSame, int lanes = kRows) const {
     constexpr int kWidth = Simd<T>::kWidth;
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);
       const auto rows_of_x = stored_rows_in<Stored>(x);
-      for (int r = 0; r < kRows; r += kWidth) {
+      for (int r = 0; r < lanes; r += kWidth) {
         if (r >= rows) {
           for (int64_t d = 0; d < width; ++d) {
             Simd<T>::store(to + d * kRows + r, Simd<T>::zero());

@@ -54,8 +54,8 @@ struct InNumbers {
 
   template <int kRows>
   static void pack_columns(const RowTile<kRows>& tile, const Operand<const T>& y, int64_t width,
-                           T scale, Storage storage, T* to) {
-    tile.pack_transposed(y, width, scale, to, storage);
+                           T scale, Storage storage, T* to, int lanes = kRows) {
+    tile.pack_transposed(y, width, scale, to, storage, lanes);
   }
 
   /// The lines of a block of keys; `to` is for copies.
