@@ -176,22 +176,23 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       if (partial && !rows_finite()) {
         for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
           multiply_add_kept_rows<T, kRows>(block, tile.rows, pairs, rows.first, rows.stride,
-                                           work.mask.bits, sums.width, sums.of(n, n + block));
+                                           work.mask.bits, sums.width,
+                                           sums.to_add_to(n, n + block));
         });
       } else {
         work.seen.for_each_strip(block, [&](KeyRange seen, int r, int count) {
           for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
             multiply_add_rows<T, kRows>(
                 seen.end - seen.begin, count, pairs + seen.begin * kRows + r, rows.from(r).first,
-                rows.stride, sums.width, sums.of(n + seen.begin, n + seen.end));
+                rows.stride, sums.width, sums.to_add_to(n + seen.begin, n + seen.end));
           });
         });
       }
 
       if (!need_query) continue;
-      // Only sums of splits read the lanes without a row.
-      const bool written = !partial && (params.splits == 1 || tile.rows > kRows - S::kWidth);
-      if (!has_grad_query && !written) {
+      // Vectors without a row are read where splits are summed, and nowhere else.
+      const bool writes_all = !partial && (params.splits == 1 || tile.rows > kRows - S::kWidth);
+      if (!has_grad_query && !writes_all) {
         set_to_zero(grad_query_t, p.head_dim * kRows);
         has_grad_query = true;
       }

@@ -100,6 +100,7 @@ QKV_ONE_COPY Rows<T> rows_of_tile(const RowTile<kRows>& tile, const Operand<cons
   const int64_t row = spread_row<T>(width);
   if (storage == Storage::kSame && x.row_stride == row && row == width) {
     const T* first = tile.row(x, 0);
+    // Those of grouped heads take turns.
     const bool of_one_head = tile.rows == 1 || tile.head[0] == tile.head[1];
     const bool by_vectors =
         reinterpret_cast<uintptr_t>(first) % sizeof(typename Simd<T>::Number) == 0;

@@ -64,9 +64,9 @@ class KeySums {
     first_ = RowTile<1>::of_head(p, head, 0).keys_of_head(gradient) + keys.begin * row;
   }
 
-  /// Those of the keys begin .. end, which all are added to now. If nothing was before, they are
-  /// left to be written; else those that are new begin as zeros.
-  Sums<T> of(int64_t begin, int64_t end) {
+  /// Those of the keys begin .. end, all of which the caller adds to now. If nothing was added to
+  /// any of them before, they are left to be written; else new ones become zeros.
+  Sums<T> to_add_to(int64_t begin, int64_t end) {
     const bool all_new = begin >= begun_;
     clear_up_to(all_new ? begin : end);
     if (begun_ < end) begun_ = end;
