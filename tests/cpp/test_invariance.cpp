@@ -189,6 +189,28 @@ TEST(Invariance, WhereOperandsLie) {
   }
 }
 
+/// Where a row outgrows its maximum, the rows beside it are worked on in another way.
+TEST(Invariance, RowsThatOutgrowTheirMaxima) {
+  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf}) {
+    const Tensor query = torch::randn({2, 300, 64}, dtype), key = torch::randn({2, 900, 64}, dtype),
+                 value = torch::randn({2, 900, 40}, dtype);
+    Tensor with_sharp_rows = query.clone();
+    with_sharp_rows.slice(1, 10, {}, 30).mul_(20);
+    const auto others = [](const Tensor& x) {
+      return torch::cat({x.slice(1, 0, 10), x.slice(1, 11, 40), x.slice(1, 41, 70)}, 1);
+    };
+    for (const bool causal : {false, true}) {
+      const auto options = qkv::AttentionOptions().is_causal(causal).query_offset(600);
+      const auto [out, lse] = qkv::attention_with_lse(query, key, value, options);
+      const auto [out_beside, lse_beside] =
+          qkv::attention_with_lse(with_sharp_rows, key, value, options);
+      EXPECT_FALSE(torch::equal(out, out_beside)) << dtype;
+      EXPECT_TRUE(torch::equal(others(out), others(out_beside))) << dtype;
+      EXPECT_TRUE(torch::equal(others(lse), others(lse_beside))) << dtype;
+    }
+  }
+}
+
 TEST(Invariance, SeveralCallersAtOnce) {
   const Problem problem;
   const Results expected = problem.run();

@@ -35,8 +35,8 @@ struct ExpOfNonpositive<float> {
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) {
-      const auto is_normal = _mm512_cmp_ps_mask(x[i], _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-      x[i] = _mm512_maskz_scalef_ps(is_normal, power[i], x[i]);
+      const auto is_large = _mm512_cmp_ps_mask(x[i], _mm512_set1_ps(-90.0f), _CMP_NLT_UQ);
+      x[i] = _mm512_maskz_scalef_ps(is_large, power[i], x[i]);
     }
   }
 };

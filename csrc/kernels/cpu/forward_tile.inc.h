@@ -270,7 +270,7 @@ class ForwardTile {
     const uint8_t* stays = drops_ ? stays_ + first_bits : nullptr;
     bool weighed = false;
     // With ALiBi rows outgrow their maxima from block to block, up to where they stand.
-    if (p_.alibi_slopes.data == nullptr) {
+    if (passes_ == 0 && p_.alibi_slopes.data == nullptr) {
       const auto weigh_now = [&](auto changes) {
         weighed = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
                                                           stays, next, weights);
@@ -326,7 +326,10 @@ class ForwardTile {
           if constexpr (kChanges != kNone) drop(stays, k, v, x);
         });
     for (int v = 0; v < kVectors; ++v) {
-      if (S::any_greater(block_max[v], softmax_[first_vector + v].limit())) return false;
+      if (S::any_greater(block_max[v], softmax_[first_vector + v].limit())) {
+        passes_ = kPasses;
+        return false;
+      }
     }
     add_to_sums<kVectors>(sum, first_vector);
     return true;
@@ -406,6 +409,7 @@ class ForwardTile {
     for (int v = 0; v < kVectors; ++v) {
       grows |= S::any_greater(block_max[v], softmax_[first_vector + v].limit());
     }
+    if (passes_ > 0) passes_ = grows ? kPasses : passes_ - 1;
     if (!grows) return;
     Number correction[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -420,6 +424,10 @@ class ForwardTile {
       }
     }
   }
+
+  // Where a row has outgrown its maximum, and what registers did was in vain, others soon will, and
+  // passes take little longer: so many times without one until registers are tried again.
+  static constexpr int kPasses = 8;
 
   const ForwardParams<T>& params_;
   const Problem<T>& p_;
@@ -437,6 +445,7 @@ class ForwardTile {
   int64_t next_key_;
   int vectors_;  // that have rows
   bool drops_;
+  int passes_ = 0;  // to come before registers are tried
 };
 
 }  // namespace qkv::kernels::QKV_ISA
