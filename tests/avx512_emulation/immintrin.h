@@ -305,6 +305,9 @@ inline __m512i _mm512_maskz_mov_epi16(__mmask32 mask, __m512i x) {
 inline __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const void* p) {
   return (__m512)load_lanes<FloatLanes>(mask, p);
 }
+inline __m512d _mm512_maskz_loadu_pd(__mmask8 mask, const void* p) {
+  return (__m512d)load_lanes<DoubleLanes>(mask, p);
+}
 inline __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* p) {
   return (__m512i)load_lanes<Lanes16>(mask, p);
 }
@@ -313,6 +316,9 @@ inline __m256i _mm256_maskz_loadu_epi16(__mmask16 mask, const void* p) {
 }
 inline void _mm512_mask_storeu_ps(void* p, __mmask16 mask, __m512 x) {
   store_lanes(p, mask, (FloatLanes)x);
+}
+inline void _mm512_mask_storeu_pd(void* p, __mmask8 mask, __m512d x) {
+  store_lanes(p, mask, (DoubleLanes)x);
 }
 inline void _mm512_mask_storeu_epi32(void* p, __mmask16 mask, __m512i x) {
   store_lanes(p, mask, (Lanes32)x);

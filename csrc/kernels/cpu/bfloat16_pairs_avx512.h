@@ -67,12 +67,7 @@ struct Simd<BFloat16Pair> {
   }
 };
 
-/// The lanes 0 .. count of a vector.
-QKV_INLINE __mmask16 first_lanes(int64_t count) {
-  return static_cast<__mmask16>(count >= 16 ? 0xffff : (1 << count) - 1);
-}
-
-/// The same of 32 numbers in 16 bits.
+/// As first_lanes, of 32 numbers in 16 bits.
 QKV_INLINE __mmask32 first_lanes_of_32(int64_t count) {
   return count >= 32 ? ~__mmask32(0) : (__mmask32(1) << count) - 1;
 }

@@ -46,29 +46,22 @@ struct FewRowsOfNumbers {
       for (int k = 0; k < count; ++k) next.fetch(first + k);
       Number sum[kKeys * kRows];
       for (auto& s : sum) s = S::zero();
-      for (int64_t d = 0; d < whole; d += S::kWidth) {
+      const auto add = [&](int64_t d, auto load) __attribute__((always_inline)) {
         Number q[kRows];
         for (int r = 0; r < kRows; ++r) q[r] = S::load(query + r * query_row + d);
 #pragma GCC unroll 4
         for (int k = 0; k < kKeys; ++k) {
-          const auto x = load_stored<T>(row[k] + d);
+          const auto x = load(row[k] + d);
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) sum[k * kRows + r] = S::fma(x, q[r], sum[k * kRows + r]);
         }
-      }
+      };
+      for (int64_t d = 0; d < whole; d += S::kWidth) add(d, WholeVector{});
+      if (whole < width) add(whole, StartOfVector{width - whole});
       if constexpr (kRows == 1) {
         scores[0] = S::sum(sum[0]);
       } else {
         S::store(scores, sums_over_lanes<T>(sum));
-      }
-      if (whole == width) continue;
-      for (int k = 0; k < kKeys; ++k) {
-        for (int r = 0; r < kRows; ++r) {
-          T& score = scores[k * kRows + r];
-          for (int64_t d = whole; d < width; ++d) {
-            score += static_cast<T>(row[k][d]) * query[r * query_row + d];
-          }
-        }
       }
     }
   }
@@ -79,27 +72,32 @@ struct FewRowsOfNumbers {
                          const T* weights, T* out, int64_t out_row, const NextRows& next) {
     constexpr int kMost = most_columns(kRows);
     const int vectors = static_cast<int>(width / S::kWidth);
-    const int passes = (vectors + kMost - 1) / kMost;
-    for (int v = 0, pass = 0; v < vectors; v += kMost, ++pass) {
+    const int64_t left = width - vectors * S::kWidth;
+    const int passes = (vectors + kMost - 1) / kMost + (left > 0 ? 1 : 0);
+    int pass = 0;
+    for (int v = 0; v < vectors; v += kMost, ++pass) {
       const int64_t d = v * S::kWidth;
       with_columns<kMost>(vectors - v, [&](auto columns) {
         add_columns<kRows, columns()>(keys, value + d, value_row, weights, out + d, out_row,
-                                      {next, pass, passes});
+                                      WholeVector{}, {next, pass, passes});
       });
     }
-    for (int64_t d = vectors * S::kWidth; d < width; ++d) {
-      for (int r = 0; r < kRows; ++r) {
-        T sum = T(0);
-        for (int k = 0; k < keys; ++k) {
-          // As where values are not finite (few_rows.inc.h): the compiler would fuse one of them.
-          sum = S::fma(weights[k * kRows + r], static_cast<T>(value[k * value_row + d]), sum);
-        }
-        out[r * out_row + d] += sum;
-      }
-    }
+    if (left == 0) return;
+    const int64_t d = vectors * S::kWidth;
+    add_columns<kRows, 1>(keys, value + d, value_row, weights, out + d, out_row,
+                          StartOfVector{left}, {next, pass, passes});
   }
 
  private:
+  /// How columns are loaded.
+  struct WholeVector {
+    QKV_INLINE Number operator()(const Stored* x) const { return load_stored<T>(x); }
+  };
+  struct StartOfVector {
+    int64_t columns;
+    QKV_INLINE Number operator()(const Stored* x) const { return load_first<T>(x, columns); }
+  };
+
   /// Vectors of columns whose sums stay in registers.
   static constexpr int most_columns(int rows) {
     const int sums = S::kOuterRows * S::kOuterVectors / rows;
@@ -116,9 +114,9 @@ struct FewRowsOfNumbers {
   }
 
   /// kVectors vectors of columns. Keys are summed before they are added to out, as in multiply_add.
-  template <int kRows, int kVectors>
+  template <int kRows, int kVectors, class Load>
   static void add_columns(int keys, const Stored* value, int64_t value_row, const T* weights,
-                          T* out, int64_t out_row, ShareOfNextRows next) {
+                          T* out, int64_t out_row, Load load, ShareOfNextRows next) {
     Number sum[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kVectors; ++v) sum[r][v] = S::zero();
@@ -127,7 +125,7 @@ struct FewRowsOfNumbers {
       const Stored* row = value + k * value_row;
       next.fetch_next();
       Number x[kVectors];
-      for (int v = 0; v < kVectors; ++v) x[v] = load_stored<T>(row + v * S::kWidth);
+      for (int v = 0; v < kVectors; ++v) x[v] = load(row + v * S::kWidth);
       for (int r = 0; r < kRows; ++r) {
         const auto weight = S::set(weights[k * kRows + r]);
         for (int v = 0; v < kVectors; ++v) sum[r][v] = S::fma(weight, x[v], sum[r][v]);

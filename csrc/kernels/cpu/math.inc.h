@@ -219,6 +219,23 @@ QKV_INLINE typename Simd<T>::Number load_stored(const Float16* x) {
   return Simd<T>::load_float16(&x->bits);
 }
 
+/// The first `count` of them, then zeros; what lies after them is not read.
+template <class T, class Stored>
+QKV_INLINE typename Simd<T>::Number load_first(const Stored* x, int64_t count) {
+  using S = Simd<T>;
+  if constexpr (!S::kHasMasks) {
+    alignas(64) Stored line[S::kWidth] = {};
+    for (int64_t l = 0; l < count; ++l) line[l] = x[l];
+    return load_stored<T>(line);
+  } else if constexpr (sizeof(Stored) == sizeof(T)) {
+    return S::load_first(x, count);
+  } else if constexpr (Stored::kExponent == BFloat16::kExponent) {
+    return S::load_first_bfloat16(&x->bits, count);
+  } else {
+    return S::load_first_float16(&x->bits, count);
+  }
+}
+
 /// A vector of numbers, each rounded to the nearest that can be stored, of two the even one.
 template <class T>
 QKV_INLINE void store_rounded(BFloat16* to, typename Simd<T>::Number x) {
@@ -318,9 +335,8 @@ inline T dot(const Stored* a, const T* b, int64_t size) {
   for (; i + S::kWidth <= size; i += S::kWidth) {
     sum = S::fma(load_stored<T>(a + i), S::load(b + i), sum);
   }
-  T total = S::sum(sum);
-  for (; i < size; ++i) total += static_cast<T>(a[i]) * b[i];
-  return total;
+  if (i < size) sum = S::fma(load_first<T>(a + i, size - i), load_first<T>(b + i, size - i), sum);
+  return S::sum(sum);
 }
 
 /// <grad, out>, as exact as `out` was before it was rounded to 16 bits, which took `rest` from it.
@@ -336,11 +352,11 @@ inline T dot_with_exact(const Stored* grad, const Stored* out, const Stored* res
       const auto exact = load_stored<T>(out + d) + load_stored<T>(rest + d);
       sum = S::fma(load_stored<T>(grad + d), exact, sum);
     }
-    T total = S::sum(sum);
-    for (; d < width; ++d) {
-      total += static_cast<T>(grad[d]) * (static_cast<T>(out[d]) + static_cast<T>(rest[d]));
+    if (d < width) {
+      const auto exact = load_first<T>(out + d, width - d) + load_first<T>(rest + d, width - d);
+      sum = S::fma(load_first<T>(grad + d, width - d), exact, sum);
     }
-    return total;
+    return S::sum(sum);
   }
 }
 

@@ -16,7 +16,6 @@ inline bool all_finite(const Stored* x, int64_t row_stride, int64_t rows, int64_
   constexpr int kSums = 4;        // as one waits for the sum before it
   typename S::Number sum[kSums];  // of x · 0: 0 or NaN
   for (auto& s : sum) s = S::zero();
-  T tail = T(0);
   for (int64_t r = 0; r < rows; ++r, x += row_stride) {
     int64_t d = 0;
     const auto add = [&](int i) __attribute__((always_inline)) {
@@ -28,9 +27,9 @@ inline bool all_finite(const Stored* x, int64_t row_stride, int64_t rows, int64_
       for (int i = 0; i < kSums; ++i) add(i);
     }
     while (d + S::kWidth <= width) add(0);
-    for (; d < width; ++d) tail += static_cast<T>(x[d]) * T(0);
+    if (d < width) sum[0] = S::fma(load_first<T>(x + d, width - d), S::zero(), sum[0]);
   }
-  return tail + S::sum((sum[0] + sum[1]) + (sum[2] + sum[3])) == T(0);
+  return S::sum((sum[0] + sum[1]) + (sum[2] + sum[3])) == T(0);
 }
 
 /// What `find()` says, which is asked once, and only if somebody wants to know.

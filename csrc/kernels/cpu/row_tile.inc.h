@@ -210,8 +210,11 @@ struct RowTile {
         for (; d + S::kWidth <= columns; d += S::kWidth) {
           S::store(line + d, S::set(scale) * load_stored<T>(from + d));
         }
-        for (; d < columns; ++d) line[d] = scale * static_cast<T>(from[d]);
-        for (; d < to_row; ++d) line[d] = T(0);
+        if (d < columns) {
+          S::store(line + d, S::set(scale) * load_first<T>(from + d, columns - d));
+          d += S::kWidth;
+        }
+        for (; d < to_row; d += S::kWidth) S::store(line + d, S::zero());
       }
     });
   }

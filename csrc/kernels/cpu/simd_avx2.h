@@ -17,6 +17,7 @@ struct Simd<float> {
   using Number = __m256;
   using Mask = __m256;
   static constexpr int kWidth = 8;
+  static constexpr bool kHasMasks = false;
   static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
   static constexpr int kOuterVectors = 3;   // and the shape for long rows of C
   static constexpr int kOuterRows = 4;
@@ -84,6 +85,7 @@ struct Simd<double> {
   using Number = __m256d;
   using Mask = __m256d;
   static constexpr int kWidth = 4;
+  static constexpr bool kHasMasks = false;
   static constexpr int kBroadcastRows = 4;
   static constexpr int kOuterVectors = 3;
   static constexpr int kOuterRows = 4;

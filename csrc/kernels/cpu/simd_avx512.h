@@ -3,12 +3,18 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-// Vectors of 16 floats or 8 doubles. The interface is the same in simd_avx2.h and simd_generic.h;
-// arithmetic is written with operators, which g++ and clang define for vector types.
+// Vectors of 16 floats or 8 doubles. The interface is the same in simd_avx2.h and simd_generic.h,
+// but for load_first and store_first, which only those with kHasMasks have; arithmetic is written
+// with operators, which g++ and clang define for vector types.
 
 #define QKV_INLINE inline __attribute__((always_inline))
 
 namespace qkv::kernels::QKV_ISA {
+
+/// The lanes 0 .. count of a vector.
+QKV_INLINE __mmask16 first_lanes(int64_t count) {
+  return static_cast<__mmask16>(count >= 16 ? 0xffff : (1 << count) - 1);
+}
 
 template <class T>
 struct Simd;
@@ -25,15 +31,28 @@ struct Simd<float> {
   static QKV_INLINE Number zero() { return _mm512_setzero_ps(); }
   static QKV_INLINE Number set(float x) { return _mm512_set1_ps(x); }
   static QKV_INLINE Number load(const float* p) { return _mm512_loadu_ps(p); }
+  /// The first `count` numbers; what lies after them is not touched, and counts as zeros.
+  static constexpr bool kHasMasks = true;
+  static QKV_INLINE Number load_first(const float* p, int64_t count) {
+    return _mm512_maskz_loadu_ps(first_lanes(count), p);
+  }
+  static QKV_INLINE void store_first(float* p, Number x, int64_t count) {
+    _mm512_mask_storeu_ps(p, first_lanes(count), x);
+  }
   static QKV_INLINE void store(float* p, Number x) { _mm512_storeu_ps(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm512_fmadd_ps(a, b, c); }
   static QKV_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   static QKV_INLINE Number load_bfloat16(const uint16_t* p) {
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+    return widen_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static QKV_INLINE Number load_float16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static QKV_INLINE Number load_first_bfloat16(const uint16_t* p, int64_t count) {
+    return widen_bfloat16(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+  }
+  static QKV_INLINE Number load_first_float16(const uint16_t* p, int64_t count) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
   }
   static QKV_INLINE void store_bfloat16(uint16_t* p, Number x) {
 #ifdef __AVX512BF16__
@@ -82,6 +101,11 @@ struct Simd<float> {
     const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
     return _mm_test_epi8_mask(b, _mm_set1_epi8(static_cast<char>(1 << bit)));
   }
+
+ private:
+  static QKV_INLINE Number widen_bfloat16(__m256i halves) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
 };
 
 template <>
@@ -96,6 +120,13 @@ struct Simd<double> {
   static QKV_INLINE Number zero() { return _mm512_setzero_pd(); }
   static QKV_INLINE Number set(double x) { return _mm512_set1_pd(x); }
   static QKV_INLINE Number load(const double* p) { return _mm512_loadu_pd(p); }
+  static constexpr bool kHasMasks = true;
+  static QKV_INLINE Number load_first(const double* p, int64_t count) {
+    return _mm512_maskz_loadu_pd(static_cast<__mmask8>(first_lanes(count)), p);
+  }
+  static QKV_INLINE void store_first(double* p, Number x, int64_t count) {
+    _mm512_mask_storeu_pd(p, static_cast<__mmask8>(first_lanes(count)), x);
+  }
   static QKV_INLINE void store(double* p, Number x) { _mm512_storeu_pd(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm512_fmadd_pd(a, b, c); }
   static QKV_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }

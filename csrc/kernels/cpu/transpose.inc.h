@@ -178,9 +178,7 @@ QKV_ONE_COPY void transpose_rows(const Stored* const (&from)[Simd<T>::kWidth], i
   if (left == 0) return;
   typename S::Number square[kWidth];
   for (int l = 0; l < kWidth; ++l) {
-    alignas(64) T line[kWidth] = {};
-    for (int c = 0; from[l] != nullptr && c < left; ++c) line[c] = static_cast<T>(from[l][d + c]);
-    square[l] = S::load(line);
+    square[l] = from[l] != nullptr ? load_first<T>(from[l] + d, left) : S::zero();
   }
   transpose<T>(square);
   for (int c = 0; c < left; ++c) S::store(to + c * to_row, square[c] * factor);
@@ -214,6 +212,10 @@ QKV_ONE_COPY void transpose_columns(const T* from, int64_t from_row, int64_t wid
   transpose<T>(square);
   for (int l = 0; l < kWidth; ++l) {
     if (to[l] == nullptr) continue;
+    if constexpr (S::kHasMasks && sizeof(Stored) == sizeof(T)) {
+      S::store_first(to[l] + d, square[l], left);
+      continue;
+    }
     alignas(64) T line[kWidth];
     S::store(line, square[l]);
     for (int c = 0; c < left; ++c) to[l][d + c] = rounded<Stored>(line[c]);
