@@ -161,7 +161,7 @@ TEST_P(Kernels, NothingUnderflows) {
       {1, 1, 2, 2100, 64, 8, {-1, -1, 0}},
   };
   for (Shape& shape : shapes) {
-    shape.scale = 4.0;  // of scores with a standard deviation of 8
+    shape.scale = 4.0;  // scores have a standard deviation of 32
     EXPECT_FALSE(underflows(float(), shape)) << shape.keys;
     shape.scale = 40.0;
     EXPECT_FALSE(underflows(double(), shape)) << shape.keys;

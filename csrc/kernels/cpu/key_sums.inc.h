@@ -18,6 +18,8 @@ QKV_ONE_COPY void write_rows(const T* from, int64_t from_row, int64_t rows, int6
     int64_t d = 0;
     if (operand.column_stride == 1) {
       for (; d + S::kWidth <= width; d += S::kWidth) store_rounded<T>(to + d, S::load(from + d));
+      if (d < width) store_first<T>(to + d, S::load(from + d), width - d);
+      continue;
     }
     for (; d < width; ++d) to[d * operand.column_stride] = rounded<Stored>(from[d]);
   }

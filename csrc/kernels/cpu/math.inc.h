@@ -270,7 +270,20 @@ QKV_INLINE Stored rounded(T x) {
   }
 }
 
-/// The same for every pair of types.
+/// The first `count` of x, rounded if they are stored in 16 bits; nothing after them is written.
+template <class T, class Stored>
+QKV_INLINE void store_first(Stored* to, typename Simd<T>::Number x, int64_t count) {
+  using S = Simd<T>;
+  if constexpr (S::kHasMasks && sizeof(Stored) == sizeof(T)) {
+    S::store_first(to, x, count);
+  } else {
+    alignas(64) T line[S::kWidth];
+    S::store(line, x);
+    for (int64_t l = 0; l < count; ++l) to[l] = rounded<Stored>(line[l]);
+  }
+}
+
+/// A vector of numbers from what may be stored as any of the types.
 template <class T, class Stored>
 QKV_INLINE typename Simd<T>::Number load_converted(const Stored* x) {
   if constexpr (sizeof(T) == 4 && sizeof(Stored) == 2) {

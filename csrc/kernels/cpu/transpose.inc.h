@@ -211,14 +211,7 @@ QKV_ONE_COPY void transpose_columns(const T* from, int64_t from_row, int64_t wid
   }
   transpose<T>(square);
   for (int l = 0; l < kWidth; ++l) {
-    if (to[l] == nullptr) continue;
-    if constexpr (S::kHasMasks && sizeof(Stored) == sizeof(T)) {
-      S::store_first(to[l] + d, square[l], left);
-      continue;
-    }
-    alignas(64) T line[kWidth];
-    S::store(line, square[l]);
-    for (int c = 0; c < left; ++c) to[l][d + c] = rounded<Stored>(line[c]);
+    if (to[l] != nullptr) store_first<T>(to[l] + d, square[l], left);
   }
 }
 
