@@ -223,7 +223,7 @@ QKV_INLINE typename Simd<T>::Number load_stored(const Float16* x) {
 template <class T, class Stored>
 QKV_INLINE typename Simd<T>::Number load_first(const Stored* x, int64_t count) {
   using S = Simd<T>;
-  if constexpr (!S::kHasMasks) {
+  if constexpr (!S::kLoadsFirst) {
     alignas(64) Stored line[S::kWidth] = {};
     for (int64_t l = 0; l < count; ++l) line[l] = x[l];
     return load_stored<T>(line);
@@ -274,7 +274,7 @@ QKV_INLINE Stored rounded(T x) {
 template <class T, class Stored>
 QKV_INLINE void store_first(Stored* to, typename Simd<T>::Number x, int64_t count) {
   using S = Simd<T>;
-  if constexpr (S::kHasMasks && sizeof(Stored) == sizeof(T)) {
+  if constexpr (S::kStoresFirst && sizeof(Stored) == sizeof(T)) {
     S::store_first(to, x, count);
   } else {
     alignas(64) T line[S::kWidth];

@@ -17,7 +17,7 @@ struct Simd<float> {
   using Number = __m256;
   using Mask = __m256;
   static constexpr int kWidth = 8;
-  static constexpr bool kHasMasks = false;
+  static constexpr bool kLoadsFirst = true, kStoresFirst = false;  // AMD's store slowly so
   static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
   static constexpr int kOuterVectors = 3;   // and the shape for long rows of C
   static constexpr int kOuterRows = 4;
@@ -25,15 +25,25 @@ struct Simd<float> {
   static QKV_INLINE Number zero() { return _mm256_setzero_ps(); }
   static QKV_INLINE Number set(float x) { return _mm256_set1_ps(x); }
   static QKV_INLINE Number load(const float* p) { return _mm256_loadu_ps(p); }
+  static QKV_INLINE Number load_first(const float* p, int64_t count) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_maskload_ps(p,
+                              _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane));
+  }
   static QKV_INLINE void store(float* p, Number x) { _mm256_storeu_ps(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm256_fmadd_ps(a, b, c); }
   static QKV_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   static QKV_INLINE Number load_bfloat16(const uint16_t* p) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+    return widen_bfloat16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   static QKV_INLINE Number load_float16(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static QKV_INLINE Number load_first_bfloat16(const uint16_t* p, int64_t count) {
+    return widen_bfloat16(first_halves(p, count));
+  }
+  static QKV_INLINE Number load_first_float16(const uint16_t* p, int64_t count) {
+    return _mm256_cvtph_ps(first_halves(p, count));
   }
   static QKV_INLINE void store_bfloat16(uint16_t* p, Number x) {
     const __m256i wide = _mm256_castps_si256(x);
@@ -78,6 +88,18 @@ struct Simd<float> {
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
     return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(b, selected), selected));
   }
+
+ private:
+  static QKV_INLINE Number widen_bfloat16(__m128i halves) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  }
+  /// Through registers: a vector does not wait for them to be stored one by one.
+  static QKV_INLINE __m128i first_halves(const uint16_t* p, int64_t count) {
+    uint64_t of_four[2] = {0, 0};
+    for (int l = 0; l < 4 && l < count; ++l) of_four[0] |= uint64_t{p[l]} << 16 * l;
+    for (int l = 4; l < count; ++l) of_four[1] |= uint64_t{p[l]} << 16 * (l - 4);
+    return _mm_set_epi64x(static_cast<int64_t>(of_four[1]), static_cast<int64_t>(of_four[0]));
+  }
 };
 
 template <>
@@ -85,7 +107,7 @@ struct Simd<double> {
   using Number = __m256d;
   using Mask = __m256d;
   static constexpr int kWidth = 4;
-  static constexpr bool kHasMasks = false;
+  static constexpr bool kLoadsFirst = true, kStoresFirst = false;  // AMD's store slowly so
   static constexpr int kBroadcastRows = 4;
   static constexpr int kOuterVectors = 3;
   static constexpr int kOuterRows = 4;
@@ -93,6 +115,10 @@ struct Simd<double> {
   static QKV_INLINE Number zero() { return _mm256_setzero_pd(); }
   static QKV_INLINE Number set(double x) { return _mm256_set1_pd(x); }
   static QKV_INLINE Number load(const double* p) { return _mm256_loadu_pd(p); }
+  static QKV_INLINE Number load_first(const double* p, int64_t count) {
+    const __m256i lane = _mm256_setr_epi64x(0, 1, 2, 3);
+    return _mm256_maskload_pd(p, _mm256_cmpgt_epi64(_mm256_set1_epi64x(count), lane));
+  }
   static QKV_INLINE void store(double* p, Number x) { _mm256_storeu_pd(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm256_fmadd_pd(a, b, c); }
   static QKV_INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }

@@ -4,8 +4,8 @@
 #include <stdint.h>
 
 // Vectors of 16 floats or 8 doubles. The interface is the same in simd_avx2.h and simd_generic.h,
-// but for load_first and store_first, which only those with kHasMasks have; arithmetic is written
-// with operators, which g++ and clang define for vector types.
+// but for load_first and store_first, which not all have; arithmetic is written with operators,
+// which g++ and clang define for vector types.
 
 #define QKV_INLINE inline __attribute__((always_inline))
 
@@ -32,7 +32,7 @@ struct Simd<float> {
   static QKV_INLINE Number set(float x) { return _mm512_set1_ps(x); }
   static QKV_INLINE Number load(const float* p) { return _mm512_loadu_ps(p); }
   /// The first `count` numbers; what lies after them is not touched, and counts as zeros.
-  static constexpr bool kHasMasks = true;
+  static constexpr bool kLoadsFirst = true, kStoresFirst = true;
   static QKV_INLINE Number load_first(const float* p, int64_t count) {
     return _mm512_maskz_loadu_ps(first_lanes(count), p);
   }
@@ -120,7 +120,7 @@ struct Simd<double> {
   static QKV_INLINE Number zero() { return _mm512_setzero_pd(); }
   static QKV_INLINE Number set(double x) { return _mm512_set1_pd(x); }
   static QKV_INLINE Number load(const double* p) { return _mm512_loadu_pd(p); }
-  static constexpr bool kHasMasks = true;
+  static constexpr bool kLoadsFirst = true, kStoresFirst = true;
   static QKV_INLINE Number load_first(const double* p, int64_t count) {
     return _mm512_maskz_loadu_pd(static_cast<__mmask8>(first_lanes(count)), p);
   }

@@ -25,7 +25,7 @@ struct SimdOf {
   using Number = typename VectorTypes<Real, Integer>::Number;
   using Mask = typename VectorTypes<Real, Integer>::Mask;
   static constexpr int kWidth = 16 / sizeof(Real);
-  static constexpr bool kHasMasks = false;
+  static constexpr bool kLoadsFirst = false, kStoresFirst = false;
   static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
   static constexpr int kOuterVectors = 3;
   static constexpr int kOuterRows = 4;

@@ -17,7 +17,7 @@ struct Simd<float> {
   using Number = float32x4_t;
   using Mask = uint32x4_t;
   static constexpr int kWidth = 4;
-  static constexpr bool kHasMasks = false;
+  static constexpr bool kLoadsFirst = false, kStoresFirst = false;
   static constexpr int kBroadcastRows = 8;  // 8 x 3 accumulators, 3 operands: 27 of 32 registers
   static constexpr int kOuterVectors = 4;   // and the shape for long rows of C
   static constexpr int kOuterRows = 6;
@@ -75,7 +75,7 @@ struct Simd<double> {
   using Number = float64x2_t;
   using Mask = uint64x2_t;
   static constexpr int kWidth = 2;
-  static constexpr bool kHasMasks = false;
+  static constexpr bool kLoadsFirst = false, kStoresFirst = false;
   static constexpr int kBroadcastRows = 8;
   static constexpr int kOuterVectors = 4;
   static constexpr int kOuterRows = 6;
