@@ -270,7 +270,7 @@ class ForwardTile {
     const uint8_t* stays = drops_ ? stays_ + first_bits : nullptr;
     bool weighed = false;
     // With ALiBi rows outgrow their maxima from block to block, up to where they stand.
-    if (passes_ == 0 && p_.alibi_slopes.data == nullptr) {
+    if (passes_to_come_ == 0 && p_.alibi_slopes.data == nullptr) {
       const auto weigh_now = [&](auto changes) {
         weighed = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
                                                           stays, next, weights);
@@ -327,7 +327,7 @@ class ForwardTile {
         });
     for (int v = 0; v < kVectors; ++v) {
       if (S::any_greater(block_max[v], softmax_[first_vector + v].limit())) {
-        passes_ = kPasses;
+        passes_to_come_ = kPassesAfterGrowth;
         return false;
       }
     }
@@ -409,7 +409,7 @@ class ForwardTile {
     for (int v = 0; v < kVectors; ++v) {
       grows |= S::any_greater(block_max[v], softmax_[first_vector + v].limit());
     }
-    if (passes_ > 0) passes_ = grows ? kPasses : passes_ - 1;
+    if (passes_to_come_ > 0) passes_to_come_ = grows ? kPassesAfterGrowth : passes_to_come_ - 1;
     if (!grows) return;
     Number correction[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -427,7 +427,7 @@ class ForwardTile {
 
   // Where a row has outgrown its maximum, and what registers did was in vain, others soon will, and
   // passes take little longer: so many times without one until registers are tried again.
-  static constexpr int kPasses = 8;
+  static constexpr int kPassesAfterGrowth = 8;
 
   const ForwardParams<T>& params_;
   const Problem<T>& p_;
@@ -445,7 +445,7 @@ class ForwardTile {
   int64_t next_key_;
   int vectors_;  // that have rows
   bool drops_;
-  int passes_ = 0;  // to come before registers are tried
+  int passes_to_come_ = 0;  // before registers are tried
 };
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -17,7 +17,7 @@ struct Simd<float> {
   using Number = __m256;
   using Mask = __m256;
   static constexpr int kWidth = 8;
-  static constexpr bool kLoadsFirst = true, kStoresFirst = false;  // AMD's store slowly so
+  static constexpr bool kLoadsFirst = true, kStoresFirst = false;  // by a mask: not tried
   static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
   static constexpr int kOuterVectors = 3;   // and the shape for long rows of C
   static constexpr int kOuterRows = 4;
@@ -107,7 +107,7 @@ struct Simd<double> {
   using Number = __m256d;
   using Mask = __m256d;
   static constexpr int kWidth = 4;
-  static constexpr bool kLoadsFirst = true, kStoresFirst = false;  // AMD's store slowly so
+  static constexpr bool kLoadsFirst = true, kStoresFirst = false;  // by a mask: not tried
   static constexpr int kBroadcastRows = 4;
   static constexpr int kOuterVectors = 3;
   static constexpr int kOuterRows = 4;
