@@ -51,14 +51,21 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
 
   const auto& kernels = kernels_for<T>();
-  const kernels::BackwardKernels<T>& of_splits = backward_kernels_for(backward.problem);
+  // The mask's gradient would need a pass with other scores.
+  const kernels::BackwardKernels<T>* of_few_rows =
+      needs[3] ? nullptr : few_rows_backward_for(backward.problem);
+  const kernels::BackwardKernels<T>& of_splits =
+      of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(backward.problem);
   const bool owns_mask = of_splits.mask_gradient != nullptr;
   const kernels::BackwardKernels<T>& of_mask = owns_mask ? of_splits : kernels;
   const bool in_16_bits = &of_splits != &kernels;
   const T* const lse_of_forward = backward.lse;
   const T* const rest_of_forward = backward.lse_rest;
-  const LseOfDerivatives<T> lse(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
-  lse.tell(backward);
+  std::optional<LseOfDerivatives<T>> lse;
+  if (of_few_rows == nullptr) {
+    lse.emplace(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
+    lse->tell(backward);
+  }
   // Beside splits in 16 bits the mask's gradient may have a pass in numbers, with other scores.
   kernels::BackwardParams<T> for_mask = backward;
   std::optional<LseOfDerivatives<T>> lse_of_numbers;

@@ -41,6 +41,15 @@ const kernels::BackwardKernels<T>& backward_kernels_for(const kernels::Problem<T
   }
   return kernels_for<T>();
 }
+
+/// The backward that computes the forward's scores, where those are not the ones of derivatives;
+/// else nullptr.
+template <class T>
+const kernels::BackwardKernels<T>* few_rows_backward_for(const kernels::Problem<T>& problem) {
+  const kernels::ForwardKernels<T>& forward = forward_kernels_for(problem);
+  return forward.has_scores_of_derivatives(problem) ? nullptr : forward.few_rows_backward;
+}
+
 template <class T>
 const kernels::TangentKernels<T>& tangent_kernels_for(const kernels::Problem<T>& problem) {
   if constexpr (sizeof(T) == sizeof(float)) {

@@ -38,6 +38,7 @@ struct Shape {
   bool keys_far_apart = false, values_far_apart = false;  // rows that kernels copy
   bool has_nan = false;  // in float16 values of 4 keys after the last that a causal mask keeps
   double scale = 0.3;
+  bool few_rows_in_tiles = false;  // in the backward, as for the mask's gradient
 
   bool has_softcap() const { return options || capped; }
 };
@@ -349,16 +350,28 @@ class KernelRun {
     backward.lse_rest = lse_rest_.data();
     results_go_to(backward, dq_, dk_, dv_);
     backward.splits = splits;
-    const auto partial =
-        memory(s_.kv_heads * kernels_.partial_grad_query_size(backward) * sizeof(T));
-    backward.partial_grad_query = static_cast<T*>(partial.get());
-    run_splits(backward, splits, kernels_.backward_row_tiles(p),
-               kernels_.backward_scratch_bytes(backward), kernels_.backward,
-               kernels_.sum_grad_query);
+    run_backward(backward_after(&kernels_, kernels_, p), backward);
     run_tangents(kernels_, backward);
     if constexpr (sizeof(T) == 4) {
       if (of_half.backward != nullptr) run_in_bfloat16(of_half, backward);
     }
+  }
+
+  void run_backward(const BackwardKernels<T>& kernels, BackwardParams<T> backward) {
+    const bool in_parts = backward.splits > 1;
+    const auto partial =
+        memory(s_.kv_heads * kernels.partial_grad_query_size(backward) * sizeof(T));
+    backward.partial_grad_query = in_parts ? static_cast<T*>(partial.get()) : nullptr;
+    run_splits(backward, backward.splits, kernels.backward_row_tiles(backward.problem),
+               kernels.backward_scratch_bytes(backward), kernels.backward, kernels.sum_grad_query);
+  }
+
+  /// `tiles`, or the backward of few rows that goes with a forward.
+  const BackwardKernels<T>& backward_after(const ForwardKernels<T>* forward,
+                                           const BackwardKernels<T>& tiles,
+                                           const Problem<T>& p) const {
+    const bool in_tiles = s_.few_rows_in_tiles || forward == nullptr;
+    return in_tiles || forward->has_scores_of_derivatives(p) ? tiles : *forward->few_rows_backward;
   }
 
   /// Query, key and value.
@@ -449,11 +462,7 @@ class KernelRun {
     backward.grad_query.data = pointer(dq);
     backward.grad_key.data = pointer(dk);
     backward.grad_value.data = pointer(dv);
-    const auto partial =
-        memory(s_.kv_heads * kernels.partial_grad_query_size(backward) * sizeof(T));
-    backward.partial_grad_query = static_cast<T*>(partial.get());
-    run_splits(backward, backward.splits, kernels.backward_row_tiles(backward.problem),
-               kernels.backward_scratch_bytes(backward), kernels.backward, kernels.sum_grad_query);
+    run_backward(backward_after(of_half.forward, kernels, backward.problem), backward);
     widen(dq, dq_);
     widen(dk, dk_);
     widen(dv, dv_);

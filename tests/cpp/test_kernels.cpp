@@ -86,6 +86,9 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       {2, 1, 1, 3000, 8, 16, outside},
       {1, 1, 30, 2500, 9, 20, all},
       {1, 1, 2, 300, 64, 64, all, true},
+      {2, 1, 1, 2100, 70, 33, {-1, 0, 1900}, true},
+      {1, 1, 4, 290, 24, 20, window, false, true},
+      {1, 1, 3, 500, 40, 9, {100, 20, 300}},
       {4, 2, 60, 290, 24, 20, all, true},
       {2, 1, 20, 2100, 8, 8, causal, true},
       // Scores are capped where they leave their product.
@@ -98,14 +101,21 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       // More keys than second order keeps weights of.
       {2, 1, 3, 16500, 4, 5, {16470, 0, 16480}},
   };
+  const auto expect_equal = [&](const Shape& shape, int64_t splits, const std::string& what) {
+    EXPECT_LT((KernelRun<float>(*table_, shape, splits).errors().largest()), 5e-5) << what;
+    EXPECT_LT((KernelRun<double>(*table_, shape, splits).errors().largest()), 5e-13) << what;
+  };
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {
       if (splits > (shape.keys + 95) / 96) continue;
       const std::string what = "heads " + std::to_string(shape.heads) + " queries " +
                                std::to_string(shape.queries) + " keys " +
                                std::to_string(shape.keys) + " splits " + std::to_string(splits);
-      EXPECT_LT((KernelRun<float>(*table_, shape, splits).errors().largest()), 5e-5) << what;
-      EXPECT_LT((KernelRun<double>(*table_, shape, splits).errors().largest()), 5e-13) << what;
+      expect_equal(shape, splits, what);
+      if (shape.heads / shape.kv_heads * shape.queries > 4) continue;
+      Shape in_tiles = shape;
+      in_tiles.few_rows_in_tiles = true;
+      expect_equal(in_tiles, splits, what + " in tiles");
     }
   }
 }
@@ -128,6 +138,9 @@ TEST_P(Kernels, WeightsOfDerivativesAddUp) {
       // Forwards in bfloat16 do not take these.
       {1, 1, 60, 100, 64, 8, {-1, -1, 0}},
       {1, 1, 60, 200, 65, 8, {-1, -1, 0}},
+      // Nor do tiles.
+      {1, 1, 1, 200, 64, 8, {-1, -1, 0}},
+      {4, 2, 2, 700, 30, 8, {-1, 0, 680}},
   };
   for (Shape& shape : shapes) {
     for (const double scale : {1.0, 1e3, 1e5}) {
@@ -137,7 +150,9 @@ TEST_P(Kernels, WeightsOfDerivativesAddUp) {
       for (int64_t splits : {1, 2}) {
         EXPECT_LT((KernelRun<float>(*table_, shape, splits).excess()), 1e-5) << what;
         EXPECT_LT((KernelRun<double>(*table_, shape, splits).excess()), 1e-13) << what;
+        const bool few_rows = shape.heads / shape.kv_heads * shape.queries <= 4;
         if (in_bfloat16.backward == nullptr) continue;
+        if (few_rows && in_bfloat16.forward->few_rows_backward == nullptr) continue;
         const double of_rounding = 0x1p-8;
         EXPECT_LT((KernelRun<float>(*table_, shape, splits, in_bfloat16).excess()), of_rounding)
             << what;
@@ -199,17 +214,21 @@ TEST_P(Kernels, RowsFarApartAreTheSame) {
 
 TEST_P(Kernels, DropTheSameWeights) {
   if (table_->bfloat16_forward != nullptr) GTEST_SKIP() << "has those of AVX-512";
-  const Shape shape{2, 1, 50, 200, 8, 12, {-1, 0, 150}, false, false, true};
-  const auto dropped = KernelRun<float>(*table_, shape, 2).results();
-  const auto expected = KernelRun<float>(*choose_cpu_kernels("generic").table, shape, 2).results();
-  const auto all = KernelRun<float>(*table_, {2, 1, 50, 200, 8, 12, {-1, 0, 150}}, 2).results();
-  double error = 0.0, difference = 0.0;
-  for (size_t i = 0; i < expected.size(); ++i) {
-    error = std::max(error, std::abs(double(dropped[i]) - double(expected[i])));
-    difference = std::max(difference, std::abs(double(dropped[i]) - double(all[i])));
+  for (const int64_t queries : {50, 2}) {
+    Shape shape{2, 1, queries, 200, 8, 12, {-1, 0, 200 - queries}};
+    const auto all = KernelRun<float>(*table_, shape, 2).results();
+    shape.drops = true;
+    const auto dropped = KernelRun<float>(*table_, shape, 2).results();
+    const auto expected =
+        KernelRun<float>(*choose_cpu_kernels("generic").table, shape, 2).results();
+    double error = 0.0, difference = 0.0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+      error = std::max(error, std::abs(double(dropped[i]) - double(expected[i])));
+      difference = std::max(difference, std::abs(double(dropped[i]) - double(all[i])));
+    }
+    EXPECT_LT(error, 5e-5) << queries;
+    EXPECT_GT(difference, 0.1) << queries;
   }
-  EXPECT_LT(error, 5e-5);
-  EXPECT_GT(difference, 0.1);
 }
 
 const std::vector<Shape>& shapes_of_half_products() {
@@ -291,9 +310,28 @@ TEST_P(Kernels, OneKeyIsMoreThanATurn) {
   EXPECT_LT((KernelRun<float>(*table_, shape, 1).errors().output), 5e-5);
 }
 
-/// As in decoding: by pairs where there are instructions for them, else converted.
+/// All kernels of float32, which convert what is stored in 16 bits.
+struct Converting {
+  HalfForwardKernels forward;
+  HalfBackwardKernels backward;
+  HalfTangentKernels tangents;
+
+  explicit Converting(const CpuKernelTable& table)
+      : forward{table.float32, takes_all},
+        backward{table.float32, takes_all},
+        tangents{table.float32, takes_all} {}
+
+  OfHalf kernels() const { return {&forward, &backward, &tangents}; }
+
+ private:
+  static bool takes_all(const Problem<float>&) { return true; }
+};
+
+/// As in decoding and in pooling: by pairs where there are instructions for them, else converted.
 TEST_P(Kernels, FewRowsOfBFloat16) {
-  const HalfForwardKernels converting{table_->float32, [](const auto&) { return true; }};
+  const Converting converting(*table_);
+  const OfHalf multiplying{table_->bfloat16_forward, table_->bfloat16_backward,
+                           table_->bfloat16_tangents};
   const Band all{-1, -1, 0}, causal{-1, 0, 299}, window{70, 3, 211};
   const Shape shapes[] = {
       {1, 1, 1, 300, 64, 64, all},          {4, 1, 1, 290, 72, 80, all},
@@ -302,13 +340,17 @@ TEST_P(Kernels, FewRowsOfBFloat16) {
       {4, 1, 1, 290, 72, 80, causal, true},
   };
   for (const Shape& shape : shapes) {
-    for (const auto* forward : {&converting, table_->bfloat16_forward}) {
-      if (forward == nullptr) continue;
-      const auto errors = KernelRun<float>(*table_, shape, 1, {forward}).errors();
-      const std::string what = "queries " + std::to_string(shape.queries) + " keys " +
-                               std::to_string(shape.keys) + " D " + std::to_string(shape.head_dim);
-      EXPECT_LT(errors.output, 5e-5) << what;
-      EXPECT_LT(errors.lse, 5e-5) << what;
+    for (const int64_t splits : {1, 2}) {
+      for (const OfHalf& kernels : {converting.kernels(), multiplying}) {
+        if (kernels.forward == nullptr || kernels.forward->few_rows_backward == nullptr) continue;
+        const auto errors = KernelRun<float>(*table_, shape, splits, kernels).errors(0x1p-8);
+        const std::string what = "queries " + std::to_string(shape.queries) + " keys " +
+                                 std::to_string(shape.keys) + " D " +
+                                 std::to_string(shape.head_dim);
+        EXPECT_LT(errors.output, 5e-5) << what;
+        EXPECT_LT(errors.lse, 5e-5) << what;
+        EXPECT_LT(errors.gradients, 2e-4) << what;
+      }
     }
   }
 }
@@ -316,11 +358,7 @@ TEST_P(Kernels, FewRowsOfBFloat16) {
 /// By those that multiply in it, if there are any, and by those that convert it. Exact but along
 /// the directions with AVX512-BF16, where tiles are rounded if there are 128 keys.
 TEST_P(Kernels, DerivativesOfBFloat16) {
-  const auto takes = [](const auto&) { return true; };
-  const HalfForwardKernels forward{table_->float32, takes};
-  const HalfBackwardKernels backward{table_->float32, takes};
-  const HalfTangentKernels tangents{table_->float32, takes};
-  const OfHalf converting{&forward, &backward, &tangents};
+  const Converting converting(*table_);
   const OfHalf multiplying{nullptr, table_->bfloat16_backward, table_->bfloat16_tangents};
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
   const Shape shapes[] = {
@@ -340,7 +378,7 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {
       if (splits > (shape.keys + 95) / 96) continue;
-      for (const OfHalf& kernels : {converting, multiplying}) {
+      for (const OfHalf& kernels : {converting.kernels(), multiplying}) {
         if (kernels.backward == nullptr) continue;
         const auto errors = KernelRun<float>(*table_, shape, splits, kernels).errors(0x1p-8);
         const std::string what = "queries " + std::to_string(shape.queries) + " keys " +

@@ -257,15 +257,17 @@ inline bool has_scores_of_derivatives(const Problem<T>& p) {
   return !Source::kTakesFewRows || rows_of_kv_head(p) > kFewRows<T>;
 }
 
+/// few_rows_backward is that with the products of Source, if it takes few rows.
 template <class Source>
-constexpr ForwardKernels<typename Source::Real> make_forward_kernels() {
+constexpr ForwardKernels<typename Source::Real> make_forward_kernels(
+    const BackwardKernels<typename Source::Real>* few_rows_backward) {
   using T = typename Source::Real;
   return {
       forward_tiles_in_turn<Source, T>,     forward_units<Source, T>,
       forward_scratch_bytes<Source, T>,     forward_partial_size<Source, T>,
       forward_prepared_bytes<Source, T>,    prepare_forward<Source, T>,
       attention_forward<Source, T>,         merge_forward<Source, T>,
-      has_scores_of_derivatives<Source, T>,
+      has_scores_of_derivatives<Source, T>, few_rows_backward,
   };
 }
 

@@ -67,19 +67,29 @@ inline typename Simd<T>::Number fold_lanes(typename Simd<T>::Number x, F f) {
   return Simd<T>::load(lane);
 }
 
+/// in_lanes[key][a vector] = dense[key][kRows]; lanes after the rows are left alone.
+template <int kRows, class T>
+inline void put_in_lanes(int keys, const T* dense, T* in_lanes) {
+  for (int k = 0; k < keys; ++k) {
+    for (int r = 0; r < kRows; ++r) in_lanes[k * Simd<T>::kWidth + r] = dense[k * kRows + r];
+  }
+}
+
+template <int kRows, class T>
+inline void take_from_lanes(int keys, const T* in_lanes, T* dense) {
+  for (int k = 0; k < keys; ++k) {
+    for (int r = 0; r < kRows; ++r) dense[k * kRows + r] = in_lanes[k * Simd<T>::kWidth + r];
+  }
+}
+
 /// scores[key][kRows] with all that happens to them, which goes by vectors with a row in a lane.
 template <class T, int kRows>
 inline void change_scores(const ScoreRows<T, 1, Simd<T>::kWidth>& rows, int keys, T* scores,
                           T* in_lanes) {
-  constexpr int kWidth = Simd<T>::kWidth;
-  for (int k = 0; k < keys; ++k) {
-    for (int r = 0; r < kRows; ++r) in_lanes[k * kWidth + r] = scores[k * kRows + r];
-  }
+  put_in_lanes<kRows>(keys, scores, in_lanes);
   typename Simd<T>::Number max[1];
   rows.change(keys, in_lanes, max);
-  for (int k = 0; k < keys; ++k) {
-    for (int r = 0; r < kRows; ++r) scores[k * kRows + r] = in_lanes[k * kWidth + r];
-  }
+  take_from_lanes<kRows>(keys, in_lanes, scores);
 }
 
 /// The maxima of scores[key][kRows], -inf after the last up to a whole vector.

@@ -88,6 +88,31 @@ struct FewRowsOfNumbers {
                           StartOfVector{left}, {next, pass, passes});
   }
 
+  /// to_k[d] = sum over rows of weights[k][r] · rows[r][d]. Rows are whole vectors.
+  template <int kRows>
+  static void rows_of_keys(int keys, int64_t width, const T* weights, const T* rows, Stored* to,
+                           int64_t to_row) {
+    constexpr int kMost = most_columns(kRows);
+    const int64_t row = round_up_to_vector<T>(width);
+    const int vectors = static_cast<int>(width / S::kWidth);
+    const int64_t left = width - vectors * S::kWidth;
+    for (int v = 0; v < vectors; v += kMost) {
+      const int64_t d = v * S::kWidth;
+      with_columns<kMost>(vectors - v, [&](auto columns) {
+        columns_of_keys<kRows, columns()>(
+            keys, weights, rows + d, row, to + d, to_row,
+            [](Stored * at, Number x) __attribute__((always_inline)) { store_rounded<T>(at, x); });
+      });
+    }
+    if (left == 0) return;
+    const int64_t d = vectors * S::kWidth;
+    columns_of_keys<kRows, 1>(
+        keys, weights, rows + d, row, to + d,
+        to_row, [left](Stored * at, Number x) __attribute__((always_inline)) {
+          store_first<T>(at, x, left);
+        });
+  }
+
  private:
   /// How columns are loaded.
   struct WholeVector {
@@ -136,6 +161,24 @@ struct FewRowsOfNumbers {
         T* to = out + r * out_row + v * S::kWidth;
         S::store(to, S::load(to) + sum[r][v]);
       }
+    }
+  }
+
+  /// kVectors vectors of columns, each stored as store(to, sum).
+  template <int kRows, int kVectors, class Store>
+  static void columns_of_keys(int keys, const T* weights, const T* rows, int64_t row, Stored* to,
+                              int64_t to_row, Store store) {
+    Number x[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) x[r][v] = S::load(rows + r * row + v * S::kWidth);
+    }
+    for (int k = 0; k < keys; ++k, weights += kRows, to += to_row) {
+      Number sum[kVectors];
+      for (int v = 0; v < kVectors; ++v) sum[v] = S::set(weights[0]) * x[0][v];
+      for (int r = 1; r < kRows; ++r) {
+        for (int v = 0; v < kVectors; ++v) sum[v] = S::fma(S::set(weights[r]), x[r][v], sum[v]);
+      }
+      for (int v = 0; v < kVectors; ++v) store(to + v * S::kWidth, sum[v]);
     }
   }
 };

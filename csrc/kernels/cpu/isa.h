@@ -7,6 +7,9 @@
 
 namespace qkv::kernels {
 
+template <class T>
+struct BackwardKernels;
+
 /// Kernels work on numbered units, any of which may run on any thread, each with its own scratch.
 template <class T>
 struct ForwardKernels {
@@ -21,6 +24,8 @@ struct ForwardKernels {
 
   /// Whether lse comes from the scores that derivatives with the same products compute, to the bit.
   bool (*has_scores_of_derivatives)(const Problem<T>&);
+  /// Where it does not: the backward that computes the forward's scores, to the bit.
+  const BackwardKernels<T>* few_rows_backward;
 };
 
 template <class T>

@@ -9,8 +9,8 @@
 
 namespace qkv::kernels::avx512_amx_fp16 {
 
-constexpr HalfForwardKernels float16_forward_kernels = {make_forward_kernels<AmxSource<Float16>>(),
-                                                        multiplies_in_16_bits};
+constexpr HalfForwardKernels float16_forward_kernels = {
+    make_forward_kernels<AmxSource<Float16>>(nullptr), multiplies_in_16_bits};
 
 extern const CpuKernelTable table = {"avx512_amx_fp16",
                                      avx512::float32_kernels,

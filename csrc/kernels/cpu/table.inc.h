@@ -4,6 +4,7 @@
 #include "kernels/cpu/attention_backward_backward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
 #include "kernels/cpu/attention_jvp.inc.h"
+#include "kernels/cpu/few_rows_backward.inc.h"
 #include "kernels/cpu/forward_source.inc.h"
 #include "kernels/cpu/head_gradient.inc.h"
 #include "kernels/cpu/isa.h"
@@ -14,9 +15,13 @@
 namespace qkv::kernels::QKV_ISA {
 
 template <class T>
+constexpr BackwardKernels<T> few_rows_backward_kernels =
+    make_few_rows_backward_kernels<ForwardSource<T>>();
+
+template <class T>
 constexpr CpuKernels<T> make_kernels() {
   return {
-      make_forward_kernels<ForwardSource<T>>(),
+      make_forward_kernels<ForwardSource<T>>(&few_rows_backward_kernels<T>),
       make_backward_kernels<InNumbers<T>>(),
       make_tangent_kernels<VectorProducts<InNumbers<T>>>(),
       mask_gradient_units<T>,
