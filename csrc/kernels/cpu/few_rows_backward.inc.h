@@ -221,8 +221,8 @@ class FewRowsBackward {
 
   /// Of the keys of a block: the sum over rows of weights[k][r] · rows[r], if `skips` over those
   /// that keep a key.
-  void write_gradient(const Operand<T>& gradient, KeyRange block, int64_t width, const T* weights,
-                      const T* rows, bool skips) {
+  QKV_ONE_COPY void write_gradient(const Operand<T>& gradient, KeyRange block, int64_t width,
+                                   const T* weights, const T* rows, bool skips) {
     const int count = static_cast<int>(block.end - block.begin);
     const int64_t row = round_up_to_vector<T>(width);
     Stored* const to = rows_of_gradient(gradient, block);
@@ -252,7 +252,7 @@ class FewRowsBackward {
     }
   }
 
-  void write_zeros(KeyRange keys) {
+  QKV_ONE_COPY void write_zeros(KeyRange keys) {
     if (keys.empty()) return;
     const auto write = [&](const Operand<T>& gradient, int64_t width) {
       if (gradient.data == nullptr) return;

@@ -32,8 +32,8 @@ struct FewRowsOfNumbers {
   /// scores[k][r] = <key_k, query_r>, whole vectors of them. Of several rows as many products at a
   /// time as a vector has lanes: their sums over lanes are one vector in the end.
   template <int kRows>
-  static void scores(int keys, int64_t width, const Stored* key, int64_t key_row, const T* query,
-                     T /*scale*/, T* scores, const NextRows& next) {
+  static QKV_ONE_COPY void scores(int keys, int64_t width, const Stored* key, int64_t key_row,
+                                  const T* query, T /*scale*/, T* scores, const NextRows& next) {
     constexpr int kKeys = kRows == 1 ? 1 : S::kWidth / kRows;
     const int64_t query_row = round_up_to_vector<T>(width);
     const int64_t whole = width / S::kWidth * S::kWidth;
@@ -114,6 +114,9 @@ struct FewRowsOfNumbers {
   }
 
  private:
+  // A row is read, to be written as a whole, unless it is in a cache.
+  static constexpr int kRowsAhead = 16;
+
   /// How columns are loaded.
   struct WholeVector {
     QKV_INLINE Number operator()(const Stored* x) const { return load_stored<T>(x); }
@@ -173,6 +176,9 @@ struct FewRowsOfNumbers {
       for (int v = 0; v < kVectors; ++v) x[r][v] = S::load(rows + r * row + v * S::kWidth);
     }
     for (int k = 0; k < keys; ++k, weights += kRows, to += to_row) {
+      for (int v = 0; v < kVectors; ++v) {
+        __builtin_prefetch(to + kRowsAhead * to_row + v * S::kWidth, 1);
+      }
       Number sum[kVectors];
       for (int v = 0; v < kVectors; ++v) sum[v] = S::set(weights[0]) * x[0][v];
       for (int r = 1; r < kRows; ++r) {
