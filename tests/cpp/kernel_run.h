@@ -358,10 +358,9 @@ class KernelRun {
   }
 
   void run_backward(const BackwardKernels<T>& kernels, BackwardParams<T> backward) {
-    const bool in_parts = backward.splits > 1;
     const auto partial =
         memory(s_.kv_heads * kernels.partial_grad_query_size(backward) * sizeof(T));
-    backward.partial_grad_query = in_parts ? static_cast<T*>(partial.get()) : nullptr;
+    backward.partial_grad_query = static_cast<T*>(partial.get());
     run_splits(backward, backward.splits, kernels.backward_row_tiles(backward.problem),
                kernels.backward_scratch_bytes(backward), kernels.backward, kernels.sum_grad_query);
   }

@@ -65,6 +65,11 @@ class Kernels : public ::testing::TestWithParam<const char*> {
   const CpuKernelTable* table_ = nullptr;
 };
 
+/// Heads of so many rows, or of less, may have kernels of their own.
+constexpr int64_t kFewRows = 8;
+
+int64_t rows_of_head(const Shape& shape) { return shape.heads / shape.kv_heads * shape.queries; }
+
 TEST_P(Kernels, EqualLoopsInDouble) {
   if (table_->bfloat16_forward != nullptr) GTEST_SKIP() << "has those of AVX-512";
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
@@ -89,6 +94,9 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       {2, 1, 1, 2100, 70, 33, {-1, 0, 1900}, true},
       {1, 1, 4, 290, 24, 20, window, false, true},
       {1, 1, 3, 500, 40, 9, {100, 20, 300}},
+      {8, 1, 1, 2100, 33, 20, all},
+      {2, 2, 5, 300, 64, 70, {-1, 0, 295}},
+      {7, 1, 1, 290, 20, 150, window, true},
       {4, 2, 60, 290, 24, 20, all, true},
       {2, 1, 20, 2100, 8, 8, causal, true},
       // Scores are capped where they leave their product.
@@ -112,7 +120,7 @@ TEST_P(Kernels, EqualLoopsInDouble) {
                                std::to_string(shape.queries) + " keys " +
                                std::to_string(shape.keys) + " splits " + std::to_string(splits);
       expect_equal(shape, splits, what);
-      if (shape.heads / shape.kv_heads * shape.queries > 4) continue;
+      if (rows_of_head(shape) > kFewRows) continue;
       Shape in_tiles = shape;
       in_tiles.few_rows_in_tiles = true;
       expect_equal(in_tiles, splits, what + " in tiles");
@@ -141,6 +149,7 @@ TEST_P(Kernels, WeightsOfDerivativesAddUp) {
       // Nor do tiles.
       {1, 1, 1, 200, 64, 8, {-1, -1, 0}},
       {4, 2, 2, 700, 30, 8, {-1, 0, 680}},
+      {6, 1, 1, 700, 30, 8, {-1, 0, 680}},
   };
   for (Shape& shape : shapes) {
     for (const double scale : {1.0, 1e3, 1e5}) {
@@ -150,9 +159,9 @@ TEST_P(Kernels, WeightsOfDerivativesAddUp) {
       for (int64_t splits : {1, 2}) {
         EXPECT_LT((KernelRun<float>(*table_, shape, splits).excess()), 1e-5) << what;
         EXPECT_LT((KernelRun<double>(*table_, shape, splits).excess()), 1e-13) << what;
-        const bool few_rows = shape.heads / shape.kv_heads * shape.queries <= 4;
         if (in_bfloat16.backward == nullptr) continue;
-        if (few_rows && in_bfloat16.forward->few_rows_backward == nullptr) continue;
+        if (rows_of_head(shape) <= kFewRows && in_bfloat16.forward->few_rows_backward == nullptr)
+          continue;
         const double of_rounding = 0x1p-8;
         EXPECT_LT((KernelRun<float>(*table_, shape, splits, in_bfloat16).excess()), of_rounding)
             << what;
@@ -214,7 +223,7 @@ TEST_P(Kernels, RowsFarApartAreTheSame) {
 
 TEST_P(Kernels, DropTheSameWeights) {
   if (table_->bfloat16_forward != nullptr) GTEST_SKIP() << "has those of AVX-512";
-  for (const int64_t queries : {50, 2}) {
+  for (const int64_t queries : {50, 2, 4}) {
     Shape shape{2, 1, queries, 200, 8, 12, {-1, 0, 200 - queries}};
     const auto all = KernelRun<float>(*table_, shape, 2).results();
     shape.drops = true;
@@ -337,7 +346,7 @@ TEST_P(Kernels, FewRowsOfBFloat16) {
       {1, 1, 1, 300, 64, 64, all},          {4, 1, 1, 290, 72, 80, all},
       {2, 1, 2, 301, 33, 7, causal},        {1, 1, 3, 301, 31, 7, window},
       {6, 2, 1, 2300, 40, 24, all},         {4, 1, 1, 300, 1, 9, all},
-      {4, 1, 1, 290, 72, 80, causal, true},
+      {4, 1, 1, 290, 72, 80, causal, true}, {8, 1, 1, 290, 41, 24, all},
   };
   for (const Shape& shape : shapes) {
     for (const int64_t splits : {1, 2}) {

@@ -84,7 +84,7 @@ class AmxSource {
   static constexpr int kVectors = 4;  // of rows in a tile
   static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kRoundsWeights = true;
-  static constexpr bool kTakesFewRows = false;
+  static constexpr int kFewRows = 0;
 
   static constexpr int64_t kBytesOfNumber = sizeof(Half);  // as K and V are multiplied
   using Turn = NothingInTurn;

@@ -7,7 +7,7 @@
 
 // How the forward pass is cut into units of work: tiles of query rows (forward_tile.inc.h), or, if
 // those of a key/value head fill only a few tiles, these and ranges of its keys, whose results are
-// merged (merge.inc.h). Up to kFewRows rows have a kernel of their own (few_rows.inc.h).
+// merged (merge.inc.h). Up to Source::kFewRows rows have a kernel of their own (few_rows.inc.h).
 //
 // If K and V of a head are too large for a second-level cache, or not multiplied where they lie, up
 // to eight of its tiles take turns: each takes in the same keys, a quarter of a MiB, before they
@@ -149,11 +149,12 @@ inline int64_t forward_scratch_bytes(const ForwardParams<T>& params, int64_t in_
   const int64_t shared = in_turn == 1 ? 0 : Source::Turn::bytes(p, keys_of_turn<Source>(p));
   const int64_t tiles = whole_lines(ForwardTile<Source>::block_bytes(p)) +
                         in_turn * TileInTurn<Source>::bytes(p) + shared;
-  const int64_t rows = few_rows_scratch_bytes(p);
+  const int64_t rows = few_rows_scratch_bytes(p, Source::kFewRows);
   return tiles > rows ? tiles : rows;
 }
 
-/// Up to kFewRows rows and some of their keys: to partial, or merged at once if it is nullptr.
+/// Up to Source::kFewRows rows and some of their keys: to partial, or merged at once if it is
+/// nullptr.
 template <class Source, class T>
 inline void forward_few_rows(const ForwardParams<T>& params, int64_t head, KeyRange keys,
                              T* partial, T* scratch) {
@@ -192,8 +193,8 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   const int64_t split = unit % splits, turn = turns - 1 - unit / splits % turns;
   const int64_t head = unit / splits / turns;
   const KeyRange keys = keys_of_forward_split<Source>(p, split);
-  if constexpr (Source::kTakesFewRows) {
-    if (rows_of_kv_head(p) <= kFewRows<T> && params.out.data != nullptr) {
+  if constexpr (Source::kFewRows > 0) {
+    if (rows_of_kv_head(p) <= Source::kFewRows && params.out.data != nullptr) {
       T* partial = splits == 1 ? nullptr : partial_of_tile<Source>(params, head, split, 0);
       forward_few_rows<Source>(params, head, keys, partial, static_cast<T*>(scratch));
       return;
@@ -254,7 +255,7 @@ inline void prepare_forward(const ForwardParams<T>& params, int64_t head) {
 
 template <class Source, class T>
 inline bool has_scores_of_derivatives(const Problem<T>& p) {
-  return !Source::kTakesFewRows || rows_of_kv_head(p) > kFewRows<T>;
+  return rows_of_kv_head(p) > Source::kFewRows;
 }
 
 /// few_rows_backward is that with the products of Source, if it takes few rows.

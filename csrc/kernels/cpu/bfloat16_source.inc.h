@@ -30,7 +30,7 @@ class BFloat16Source
   static constexpr int kVectors = kBFloat16Vectors;
   static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kRoundsWeights = true;
-  static constexpr bool kTakesFewRows = true;
+  static constexpr int kFewRows = FewRowsInPairs::kMostRows;
 
   static constexpr int64_t kBytesOfNumber = sizeof(BFloat16);  // as K and V are multiplied
 
@@ -41,7 +41,7 @@ class BFloat16Source
 
   /// Whether there is a kernel for a problem of these sizes.
   static bool takes(const Problem<float>& p) {
-    return rows_of_kv_head(p) <= kFewRows<float> || multiplies_in_16_bits(p);
+    return rows_of_kv_head(p) <= kFewRows || multiplies_in_16_bits(p);
   }
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }

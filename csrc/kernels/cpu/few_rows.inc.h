@@ -5,11 +5,12 @@
 #include "kernels/cpu/next_rows.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
 #include "kernels/online_softmax.h"
 
-// Forward attention for up to 4 query rows (2 if a vector has no more lanes) of a key/value head,
-// as in generating token by token: bound by reading K and V, each number of which takes part in one
-// or a few multiply-adds. Here vectors run along rows of K and V,
+// Forward attention for up to 4 query rows (8 with AVX-512, which has 16 lanes) of a key/value
+// head, as in generating token by token: bound by reading K and V, each number of which takes part
+// in one or a few multiply-adds. Here vectors run along rows of K and V,
 //
 //     S[k][r] = <K_k, Q_r>          a sum over lanes for each key and row
 //     O_r += P[k][r] · V_k          O in registers
@@ -22,18 +23,27 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-template <class T>
-constexpr int kFewRows = Simd<T>::kWidth < 4 ? Simd<T>::kWidth : 4;
 constexpr int kFewRowsBlockKeys = 128;
+
+/// f(how many rows are multiplied where a head has `rows`, as a Constant): those that are missing
+/// count as zeros.
+template <class Products, class F>
+QKV_INLINE void with_few_rows(int64_t rows, F f) {
+  constexpr int kMost = Products::kMostRows, kSome = kMost < 4 ? kMost : 4;
+  if (rows == 1) return f(Constant<1>{});
+  if constexpr (kSome < kMost) {
+    if (rows > kSome) return f(Constant<kMost>{});
+  }
+  f(Constant<kSome>{});
+}
 
 /// Room for the partial results as well, for when they are merged at once, and for queries that
 /// take twice their numbers (few_rows_in_pairs.inc.h).
 template <class T>
-inline int64_t few_rows_scratch_bytes(const Problem<T>& p) {
+inline int64_t few_rows_scratch_bytes(const Problem<T>& p, int64_t rows) {
   constexpr int kWidth = Simd<T>::kWidth;
   const int64_t query = 2 * (p.head_dim + 2 * kWidth), out = 2 * (p.value_dim + kWidth) + 2;
-  const int64_t numbers =
-      kFewRows<T> * (query + out) + kFewRowsBlockKeys * (kFewRows<T> + 2 * kWidth);
+  const int64_t numbers = rows * (query + out) + kFewRowsBlockKeys * (rows + 2 * kWidth);
   return numbers * static_cast<int64_t>(sizeof(T)) + 2 * kFewRowsBlockKeys / 8 * kWidth;
 }
 
@@ -211,9 +221,9 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
 template <class Products, class T, class Stored>
 inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWidth>& tile,
                      KeyRange range, T* partial, T* scratch) {
-  if (tile.rows == 1)
-    return few_rows<Products, T, Stored, 1>(params, tile, range, partial, scratch);
-  return few_rows<Products, T, Stored, kFewRows<T>>(params, tile, range, partial, scratch);
+  with_few_rows<Products>(tile.rows, [&](auto rows) {
+    few_rows<Products, T, Stored, rows()>(params, tile, range, partial, scratch);
+  });
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -22,15 +22,10 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Rows that are multiplied, of which the last may be missing.
+/// dQ of all rows of a head, in whole vectors.
 template <class T>
-inline int64_t rows_of_products(const Problem<T>& problem) {
-  return rows_of_kv_head(problem) == 1 ? 1 : kFewRows<T>;
-}
-
-template <class T>
-inline int64_t few_rows_grad_query_size(const Problem<T>& problem) {
-  return rows_of_products(problem) * round_up_to_vector<T>(problem.head_dim);
+inline int64_t few_rows_grad_query_size(const Problem<T>& p) {
+  return rows_of_kv_head(p) * round_up_to_vector<T>(p.head_dim);
 }
 
 /// Tiles of the keys of a block and a vector of rows: what work.softmax_backward takes.
@@ -40,15 +35,15 @@ struct PairsInLanes {
 };
 
 /// How scratch is laid out.
-template <class Products, class T>
+template <class Products, class T, int kRows>
 struct FewRowsMemory {
   using Query = typename Products::Query;
 
-  T *scores, *grads;  // [keys][rows]: S, dP, then P, dS
+  T *scores, *grads;  // [keys][kRows]: S, dP, then P, dS
   PairsInLanes<T> in_lanes;
   T* bias;                        // [keys][a vector]
-  T *query_rows, *grad_out_rows;  // [rows][D], [rows][Dv], whole vectors
-  T* grad_query;                  // [rows][D], whole vectors
+  T *query_rows, *grad_out_rows;  // [kRows][D], [kRows][Dv], whole vectors
+  T* grad_query;                  // [kRows][D], whole vectors
   T* lines;                       // [keys][D] or [keys][Dv], of a gradient not written in place
   Query *query, *grad_out;        // as they are multiplied
   uint8_t *kept, *stays;          // bits of pairs
@@ -56,7 +51,6 @@ struct FewRowsMemory {
 
   FewRowsMemory(const Problem<T>& p, void* scratch) {
     constexpr int64_t kBlock = kFewRowsBlockKeys, kWidth = Simd<T>::kWidth;
-    const int64_t rows = rows_of_products(p);
     const int64_t key_row = round_up_to_vector<T>(p.head_dim),
                   value_row = round_up_to_vector<T>(p.value_dim);
     char* const begin = static_cast<char*>(scratch);
@@ -68,13 +62,13 @@ struct FewRowsMemory {
       };
       (one(parts), ...);
     };
-    take(kBlock * rows, scores, grads);
+    take(kBlock * kRows, scores, grads);
     take(kBlock * kWidth, in_lanes.scores, in_lanes.grads, in_lanes.caps, bias);
-    take(rows * key_row, query_rows, grad_query);
-    take(rows * value_row, grad_out_rows);
+    take(kRows * key_row, query_rows, grad_query);
+    take(kRows * value_row, grad_out_rows);
     take(kBlock * (key_row > value_row ? key_row : value_row), lines);
-    take(Products::query_size(rows, p.head_dim), query);
-    take(Products::query_size(rows, p.value_dim), grad_out);
+    take(Products::query_size(kRows, p.head_dim), query);
+    take(Products::query_size(kRows, p.value_dim), grad_out);
     take(kBlock / 8 * kWidth, kept, stays);
     bytes = end - begin;
   }
@@ -137,10 +131,9 @@ class FewRowsBackward {
     values_ = work_.tile.template stored_keys_of_head<Stored>(p_.value);
   }
 
-  /// Writes the gradients of some keys and their values; dQ[kRows][D] / scale and, unless it is
-  /// nullptr, slope_gradient[row] take the sums over these keys.
-  void run(KeyRange keys, T* grad_query, T* slope_gradient) {
-    set_to_zero(grad_query, kRows * key_row_);
+  /// Writes the gradients of some keys and their values.
+  void run(KeyRange keys) {
+    set_to_zero(memory_.grad_query, kRows * key_row_);
     const KeyRange seen = work_.keys_of_rows().intersection(keys);
     if (seen.empty()) return write_zeros(keys);
     load_rows();
@@ -149,10 +142,16 @@ class FewRowsBackward {
     for (int64_t n = first; n < seen.end; n += kFewRowsBlockKeys) {
       const KeyRange block = KeyRange{n, n + kFewRowsBlockKeys}.intersection({n, seen.end});
       const KeyRange next = KeyRange{block.end, block.end + kFewRowsBlockKeys};
-      add_block(block, next.intersection({0, seen.end}), grad_query, slope_gradient);
+      add_block(block, next.intersection({0, seen.end}));
     }
     write_zeros({seen.end, keys.end});
   }
+
+  const RowTile<Simd<T>::kWidth>& tile() const { return work_.tile; }
+  /// The sums over the keys of the last run: dQ / scale, in rows of whole vectors, and what each
+  /// row adds to the gradient of its slope, if that is asked for.
+  T* grad_query() const { return memory_.grad_query; }
+  const T* slope_gradient() const { return slope_gradient_; }
 
  private:
   using S = Simd<T>;
@@ -180,7 +179,7 @@ class FewRowsBackward {
         [&](int r) { return dot_with_exact<T>(grad_out[r], out[r], out_rest[r], p_.value_dim); });
   }
 
-  void add_block(KeyRange block, KeyRange next, T* grad_query, T* slope_gradient) {
+  void add_block(KeyRange block, KeyRange next) {
     const int count = static_cast<int>(block.end - block.begin);
     const TileState state = work_.load_pairs(block.begin, count);
     if (state == TileState::kEmpty) return write_zeros(block);
@@ -193,7 +192,8 @@ class FewRowsBackward {
         count, p_.value_dim, values, p_.value.row_stride, memory_.grad_out, T(1), memory_.grads,
         next_rows<T>(work_.tile, p_.key, p_.key_value_storage, next, p_.head_dim));
     weigh_few_rows<kRows>(work_, block.begin, count, state, memory_.scores, memory_.grads,
-                          memory_.in_lanes, slope_gradient);
+                          memory_.in_lanes,
+                          params_.slope_gradient_of_rows != nullptr ? slope_gradient_ : nullptr);
 
     const bool partial = state == TileState::kPartial;
     Lazily rows_finite([&] {
@@ -212,10 +212,10 @@ class FewRowsBackward {
     if (params_.grad_query.data == nullptr) return;
     if (partial && !all_finite<T>(keys, p_.key.row_stride, count, p_.head_dim)) {
       kept_values_of_few_rows<kRows>(count, p_.head_dim, keys, p_.key.row_stride, memory_.grads,
-                                     memory_.kept, work_.tile.rows, grad_query, key_row_);
+                                     memory_.kept, work_.tile.rows, memory_.grad_query, key_row_);
     } else {
       Products::template add_values<kRows>(count, p_.head_dim, keys, p_.key.row_stride,
-                                           memory_.grads, grad_query, key_row_, NextRows{});
+                                           memory_.grads, memory_.grad_query, key_row_, NextRows{});
     }
   }
 
@@ -272,25 +272,26 @@ class FewRowsBackward {
   const BackwardParams<T>& params_;
   const Problem<T>& p_;
   int64_t key_row_, value_row_;  // of rows in whole vectors
-  FewRowsMemory<Products, T> memory_;
+  FewRowsMemory<Products, T, kRows> memory_;
   BackwardRows<T, 1> work_;  // of the rows, each in a lane
   const Stored *keys_, *values_;
+  alignas(64) T slope_gradient_[Simd<T>::kWidth] = {};
 };
 
-/// f(the products of few rows, a number as stored, how many rows as a Constant)
+/// f(the products of few rows, a number as stored, how many rows are multiplied as a Constant)
 template <class Source, class T, class F>
 inline void with_products_of_few_rows(const Problem<T>& p, F f) {
   Source::with_few_rows(p.key_value_storage, [&](auto stored, auto products) {
-    rows_of_products(p) == 1 ? f(products, stored, Constant<1>{})
-                             : f(products, stored, Constant<kFewRows<T>>{});
+    with_few_rows<decltype(products)>(rows_of_kv_head(p),
+                                      [&](auto rows) { f(products, stored, rows); });
   });
 }
 
 template <class Source, class T>
 inline int64_t few_rows_backward_scratch_bytes(const BackwardParams<T>& params) {
   int64_t bytes = 0;
-  with_products_of_few_rows<Source>(params.problem, [&](auto products, auto, auto) {
-    bytes = FewRowsMemory<decltype(products), T>(params.problem, nullptr).bytes;
+  with_products_of_few_rows<Source>(params.problem, [&](auto products, auto, auto rows) {
+    bytes = FewRowsMemory<decltype(products), T, rows()>(params.problem, nullptr).bytes;
   });
   return bytes;
 }
@@ -300,7 +301,7 @@ inline int64_t few_rows_partial_grad_query_size(const BackwardParams<T>& params)
   return params.splits * few_rows_grad_query_size(params.problem);
 }
 
-/// dQ of all rows of a head, which have lain in [rows][D] without the scale.
+/// dQ of a head, scaled before.
 template <class T>
 inline void write_grad_query_of_few_rows(const BackwardParams<T>& params, int64_t head,
                                          T* grad_query) {
@@ -323,22 +324,21 @@ inline void few_rows_backward(const BackwardParams<T>& params, int64_t first_hea
   const Problem<T>& p = params.problem;
   const int64_t head = first_head + unit / params.splits, split = unit % params.splits;
   with_products_of_few_rows<Source>(p, [&](auto products, auto stored, auto rows) {
-    using Products = decltype(products);
-    FewRowsBackward<Products, T, decltype(stored), rows()> backward(params, head, scratch);
-    const bool in_parts = params.partial_grad_query != nullptr;
-    T* grad_query = in_parts ? params.partial_grad_query + unit * few_rows_grad_query_size(p)
-                             : FewRowsMemory<Products, T>(p, scratch).grad_query;
-    alignas(64) T slope_gradient[Simd<T>::kWidth] = {};
-    const bool needs_slope = params.slope_gradient_of_rows != nullptr;
-    backward.run(keys_of_split(params, split), grad_query, needs_slope ? slope_gradient : nullptr);
-    if (needs_slope) {
-      const auto tile = RowTile<Simd<T>::kWidth>::of_head(p, head, 0);
+    FewRowsBackward<decltype(products), T, decltype(stored), rows()> backward(params, head,
+                                                                              scratch);
+    backward.run(keys_of_split(params, split));
+    if (params.slope_gradient_of_rows != nullptr) {
       T* of_rows = params.slope_gradient_of_rows + split * p.batch * p.query_heads * p.queries;
-      for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p, r)] = slope_gradient[r];
+      for (int r = 0; r < backward.tile().rows; ++r) {
+        of_rows[backward.tile().scalar(p, r)] = backward.slope_gradient()[r];
+      }
     }
-    if (params.grad_query.data != nullptr && !in_parts) {
-      write_grad_query_of_few_rows(params, head, grad_query);
-    }
+    if (params.grad_query.data == nullptr) return;
+    if (params.splits == 1)
+      return write_grad_query_of_few_rows(params, head, backward.grad_query());
+    const int64_t size = few_rows_grad_query_size(p);
+    T* part = params.partial_grad_query + unit * size;
+    for (int64_t x = 0; x < size; ++x) part[x] = backward.grad_query()[x];
   });
 }
 

@@ -21,6 +21,7 @@ struct FewRowsInPairs {
   using Pairs = Simd<BFloat16Pair>;
   using Number = S::Number;
   using Query = BFloat16Pair;
+  static constexpr int kMostRows = 4;
   static constexpr int kColumns = 32;  // of a vector
   static constexpr int kQuarters = 4;  // of a vector
 

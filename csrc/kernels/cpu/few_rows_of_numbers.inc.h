@@ -12,6 +12,8 @@ struct FewRowsOfNumbers {
   using S = Simd<T>;
   using Number = typename S::Number;
   using Query = T;
+  /// Half of a vector's lanes, if that is more: in tiles the others would be empty.
+  static constexpr int kMostRows = S::kWidth < 4 ? S::kWidth : S::kWidth < 16 ? 4 : 8;
 
   /// Numbers that a query takes: whole vectors.
   static int64_t query_size(int64_t rows, int64_t width) {
@@ -52,7 +54,7 @@ struct FewRowsOfNumbers {
 #pragma GCC unroll 4
         for (int k = 0; k < kKeys; ++k) {
           const auto x = load(row[k] + d);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) sum[k * kRows + r] = S::fma(x, q[r], sum[k * kRows + r]);
         }
       };

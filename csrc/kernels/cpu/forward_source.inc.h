@@ -25,7 +25,7 @@ class ForwardSource
   static constexpr int kVectors = kForwardVectors;
   static constexpr int kRows = kVectors * Simd<T>::kWidth;
   static constexpr bool kRoundsWeights = false;
-  static constexpr bool kTakesFewRows = true;
+  static constexpr int kFewRows = FewRowsOfNumbers<T, T>::kMostRows;
 
   static constexpr int64_t kBytesOfNumber = sizeof(T);  // as K and V are multiplied
 

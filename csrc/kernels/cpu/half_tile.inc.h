@@ -12,10 +12,13 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+/// Rows that are better multiplied without tiles, even without products in 16 bits.
+constexpr int64_t kTooFewRows = 4;
+
 /// With few keys there is little to win, and the rounding of few weights does not average out.
 inline bool multiplies_in_16_bits(const Problem<float>& p) {
   return p.head_dim % 2 == 0 && p.head_dim > 0 && p.keys >= kForwardBlockKeys &&
-         rows_of_kv_head(p) > kFewRows<float>;
+         rows_of_kv_head(p) > kTooFewRows;
 }
 
 /// What Source::prepare left for the key/value head of a tile.
