@@ -96,7 +96,7 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       {1, 1, 3, 500, 40, 9, {100, 20, 300}},
       {8, 1, 1, 2100, 33, 20, all},
       {2, 2, 5, 300, 64, 70, {-1, 0, 295}},
-      {7, 1, 1, 290, 20, 150, window, true},
+      {7, 1, 1, 290, 40, 150, window, true},
       {4, 2, 60, 290, 24, 20, all, true},
       {2, 1, 20, 2100, 8, 8, causal, true},
       // Scores are capped where they leave their product.
@@ -149,7 +149,7 @@ TEST_P(Kernels, WeightsOfDerivativesAddUp) {
       // Nor do tiles.
       {1, 1, 1, 200, 64, 8, {-1, -1, 0}},
       {4, 2, 2, 700, 30, 8, {-1, 0, 680}},
-      {6, 1, 1, 700, 30, 8, {-1, 0, 680}},
+      {6, 1, 1, 700, 40, 8, {-1, 0, 680}},
   };
   for (Shape& shape : shapes) {
     for (const double scale : {1.0, 1e3, 1e5}) {
@@ -224,7 +224,7 @@ TEST_P(Kernels, RowsFarApartAreTheSame) {
 TEST_P(Kernels, DropTheSameWeights) {
   if (table_->bfloat16_forward != nullptr) GTEST_SKIP() << "has those of AVX-512";
   for (const int64_t queries : {50, 2, 4}) {
-    Shape shape{2, 1, queries, 200, 8, 12, {-1, 0, 200 - queries}};
+    Shape shape{2, 1, queries, 200, 40, 12, {-1, 0, 200 - queries}};
     const auto all = KernelRun<float>(*table_, shape, 2).results();
     shape.drops = true;
     const auto dropped = KernelRun<float>(*table_, shape, 2).results();

@@ -7,7 +7,7 @@
 
 // How the forward pass is cut into units of work: tiles of query rows (forward_tile.inc.h), or, if
 // those of a key/value head fill only a few tiles, these and ranges of its keys, whose results are
-// merged (merge.inc.h). Up to Source::kFewRows rows have a kernel of their own (few_rows.inc.h).
+// merged (merge.inc.h). Few rows have a kernel of their own (few_rows.inc.h).
 //
 // If K and V of a head are too large for a second-level cache, or not multiplied where they lie, up
 // to eight of its tiles take turns: each takes in the same keys, a quarter of a MiB, before they
@@ -39,8 +39,6 @@ inline KeyRange keys_of_forward_split(const Problem<T>& problem, int64_t split) 
 constexpr int64_t kMaxTilesInTurn = 8;
 constexpr int64_t kBytesOfTurn = 256 * 1024;  // of K and V
 constexpr int64_t kBytesOfLargeHead = 4 * kBytesOfTurn;
-
-inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 template <class Source, class T>
 inline int64_t bytes_of_key(const Problem<T>& p) {
@@ -153,8 +151,7 @@ inline int64_t forward_scratch_bytes(const ForwardParams<T>& params, int64_t in_
   return tiles > rows ? tiles : rows;
 }
 
-/// Up to Source::kFewRows rows and some of their keys: to partial, or merged at once if it is
-/// nullptr.
+/// Few rows and some of their keys: to partial, or merged at once if it is nullptr.
 template <class Source, class T>
 inline void forward_few_rows(const ForwardParams<T>& params, int64_t head, KeyRange keys,
                              T* partial, T* scratch) {
@@ -194,7 +191,7 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   const int64_t head = unit / splits / turns;
   const KeyRange keys = keys_of_forward_split<Source>(p, split);
   if constexpr (Source::kFewRows > 0) {
-    if (rows_of_kv_head(p) <= Source::kFewRows && params.out.data != nullptr) {
+    if (are_few_rows(p, Source::kFewRows) && params.out.data != nullptr) {
       T* partial = splits == 1 ? nullptr : partial_of_tile<Source>(params, head, split, 0);
       forward_few_rows<Source>(params, head, keys, partial, static_cast<T*>(scratch));
       return;
@@ -255,7 +252,7 @@ inline void prepare_forward(const ForwardParams<T>& params, int64_t head) {
 
 template <class Source, class T>
 inline bool has_scores_of_derivatives(const Problem<T>& p) {
-  return rows_of_kv_head(p) > Source::kFewRows;
+  return !are_few_rows(p, Source::kFewRows);
 }
 
 /// few_rows_backward is that with the products of Source, if it takes few rows.

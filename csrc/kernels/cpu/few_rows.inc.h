@@ -8,9 +8,9 @@
 #include "kernels/cpu/tile_product.inc.h"
 #include "kernels/online_softmax.h"
 
-// Forward attention for up to 4 query rows (8 with AVX-512, which has 16 lanes) of a key/value
-// head, as in generating token by token: bound by reading K and V, each number of which takes part
-// in one or a few multiply-adds. Here vectors run along rows of K and V,
+// Forward attention for up to 4 query rows (8 if vectors have 16 lanes) of a key/value head, as in
+// generating token by token: bound by reading K and V, each number of which takes part in one or a
+// few multiply-adds. Here vectors run along rows of K and V,
 //
 //     S[k][r] = <K_k, Q_r>          a sum over lanes for each key and row
 //     O_r += P[k][r] · V_k          O in registers
@@ -24,6 +24,14 @@
 namespace qkv::kernels::QKV_ISA {
 
 constexpr int kFewRowsBlockKeys = 128;
+
+/// Whether they are better multiplied so than in tiles. Sums over lanes of more than four rows take
+/// as long as the products of two vectors.
+template <class T>
+inline bool are_few_rows(const Problem<T>& p, int most) {
+  const int64_t rows = rows_of_kv_head(p);
+  return rows <= most && (rows <= 4 || p.head_dim >= 2 * Simd<T>::kWidth);
+}
 
 /// f(how many rows are multiplied where a head has `rows`, as a Constant): those that are missing
 /// count as zeros.

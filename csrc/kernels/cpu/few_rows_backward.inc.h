@@ -7,8 +7,9 @@
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/key_sums.inc.h"
 
-// Backward attention for as few query rows of a key/value head as few_rows.inc.h takes: as there,
-// vectors run along rows of K and V, each of which is read twice, and written once as a gradient:
+// Backward attention for as few query rows of a key/value head as few_rows.inc.h takes. As there,
+// vectors run along rows, of K, which are read twice, of V, which are read once, and of dK and dV,
+// which are written once, where they belong:
 //
 //     S[k][r] = <K_k, Q_r>           dP[k][r] = <V_k, dO_r>       sums over lanes
 //     dV_k = sum of P[k][r] · dO_r   dK_k = sum of dS[k][r] · Q_r

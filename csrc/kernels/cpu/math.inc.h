@@ -334,6 +334,9 @@ constexpr int64_t round_up_to_vector(int64_t x) {
   return (x + Simd<T>::kWidth - 1) / Simd<T>::kWidth * Simd<T>::kWidth;
 }
 
+/// Whole lines of a cache.
+inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
 /// Numbers after the end are overwritten up to a whole vector.
 template <class T>
 inline void set_to_zero(T* x, int64_t size) {
