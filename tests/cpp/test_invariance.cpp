@@ -77,6 +77,36 @@ TEST(Invariance, NumberOfThreads) {
   at::set_num_threads(before);
 }
 
+/// Heads of 2, 4 and 8 rows, whose backward has a kernel of its own unless a mask has a gradient.
+TEST(Invariance, BackwardOfFewRows) {
+  const int before = at::get_num_threads();
+  for (const int64_t queries : {1, 2, 4}) {
+    const std::vector<Tensor> inputs = {
+        torch::randn({2, 4, queries, 40}), torch::randn({2, 2, 1300, 40}),
+        torch::randn({2, 2, 1300, 17}), torch::randn({2, 4, queries, 17})};
+    const auto gradients = [&](const at::indexing::Slice& batch) {
+      std::vector<Tensor> x;
+      for (const Tensor& input : inputs) {
+        x.push_back(input.index({batch}).clone().requires_grad_());
+      }
+      const auto options =
+          qkv::AttentionOptions().enable_gqa(true).window(900, 0).query_offset(1250);
+      const Tensor out = qkv::attention(x[0], x[1], x[2], options);
+      return Results{torch::autograd::grad({out}, {x[0], x[1], x[2]}, {x[3]})};
+    };
+    at::set_num_threads(1);
+    const Results expected = gradients({});
+    for (int threads : {2, 3, 5, 16}) {
+      at::set_num_threads(threads);
+      EXPECT_TRUE(gradients({}) == expected) << threads << " threads";
+      Results of_last = expected;
+      for (Tensor& x : of_last.tensors) x = x.slice(0, 1);
+      EXPECT_TRUE(gradients({1, 2}) == of_last) << threads << " threads";
+    }
+  }
+  at::set_num_threads(before);
+}
+
 /// A flag of each thread, which those that help take over from the one that calls.
 TEST(Invariance, SubnormalNumbersThatCountAsZeros) {
   const int before = at::get_num_threads();

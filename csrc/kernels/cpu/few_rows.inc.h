@@ -36,7 +36,7 @@ inline bool are_few_rows(const Problem<T>& p, int most) {
 /// f(how many rows are multiplied where a head has `rows`, as a Constant): those that are missing
 /// count as zeros.
 template <class Products, class F>
-QKV_INLINE void with_few_rows(int64_t rows, F f) {
+QKV_INLINE void with_row_count(int64_t rows, F f) {
   constexpr int kMost = Products::kMostRows, kSome = kMost < 4 ? kMost : 4;
   if (rows == 1) return f(Constant<1>{});
   if constexpr (kSome < kMost) {
@@ -229,7 +229,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
 template <class Products, class T, class Stored>
 inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWidth>& tile,
                      KeyRange range, T* partial, T* scratch) {
-  with_few_rows<Products>(tile.rows, [&](auto rows) {
+  with_row_count<Products>(tile.rows, [&](auto rows) {
     few_rows<Products, T, Stored, rows()>(params, tile, range, partial, scratch);
   });
 }

@@ -75,7 +75,8 @@ struct FewRowsMemory {
   }
 };
 
-/// S[key][kRows] and dP become P and dS; slope_gradient[row], unless it is nullptr, takes more.
+/// S[key][kRows] and dP become P and dS. What they add to the gradient of a row's slope goes to
+/// slope_gradient[row], unless it is nullptr.
 template <int kRows, class T>
 QKV_ONE_COPY void weigh_few_rows(const BackwardRows<T, 1>& work, int64_t first_key, int keys,
                                  TileState state, T* scores, T* grads,
@@ -197,11 +198,9 @@ class FewRowsBackward {
                           params_.slope_gradient_of_rows != nullptr ? slope_gradient_ : nullptr);
 
     const bool partial = state == TileState::kPartial;
-    Lazily rows_finite([&] {
-      return all_finite<T>(memory_.query_rows, key_row_, kRows, key_row_) &&
-             all_finite<T>(memory_.grad_out_rows, value_row_, kRows, value_row_);
-    });
-    const bool skips = partial && !rows_finite();
+    const bool skips =
+        partial && !(all_finite<T>(memory_.query_rows, key_row_, kRows, key_row_) &&
+                     all_finite<T>(memory_.grad_out_rows, value_row_, kRows, value_row_));
     if (params_.grad_value.data != nullptr) {
       write_gradient(params_.grad_value, block, p_.value_dim, memory_.scores, memory_.grad_out_rows,
                      skips);
@@ -283,8 +282,8 @@ class FewRowsBackward {
 template <class Source, class T, class F>
 inline void with_products_of_few_rows(const Problem<T>& p, F f) {
   Source::with_few_rows(p.key_value_storage, [&](auto stored, auto products) {
-    with_few_rows<decltype(products)>(rows_of_kv_head(p),
-                                      [&](auto rows) { f(products, stored, rows); });
+    with_row_count<decltype(products)>(rows_of_kv_head(p),
+                                       [&](auto rows) { f(products, stored, rows); });
   });
 }
 
