@@ -65,7 +65,7 @@ class Kernels : public ::testing::TestWithParam<const char*> {
   const CpuKernelTable* table_ = nullptr;
 };
 
-/// Heads of so many rows, or of less, may have kernels of their own.
+/// Heads of so many rows or fewer may have kernels of their own.
 constexpr int64_t kFewRows = 8;
 
 int64_t rows_of_head(const Shape& shape) { return shape.heads / shape.kv_heads * shape.queries; }
@@ -146,7 +146,7 @@ TEST_P(Kernels, WeightsOfDerivativesAddUp) {
       // Forwards in bfloat16 do not take these.
       {1, 1, 60, 100, 64, 8, {-1, -1, 0}},
       {1, 1, 60, 200, 65, 8, {-1, -1, 0}},
-      // Nor do tiles.
+      // Few rows, which have kernels of their own.
       {1, 1, 1, 200, 64, 8, {-1, -1, 0}},
       {4, 2, 2, 700, 30, 8, {-1, 0, 680}},
       {6, 1, 1, 700, 40, 8, {-1, 0, 680}},

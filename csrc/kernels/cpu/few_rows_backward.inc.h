@@ -301,7 +301,7 @@ inline int64_t few_rows_partial_grad_query_size(const BackwardParams<T>& params)
   return params.splits * few_rows_grad_query_size(params.problem);
 }
 
-/// dQ of a head, scaled before.
+/// Scales dQ of a head and writes it where it belongs.
 template <class T>
 inline void write_grad_query_of_few_rows(const BackwardParams<T>& params, int64_t head,
                                          T* grad_query) {

@@ -12,7 +12,7 @@ struct FewRowsOfNumbers {
   using S = Simd<T>;
   using Number = typename S::Number;
   using Query = T;
-  /// Half of a vector's lanes, if that is more: in tiles the others would be empty.
+  /// 4, or half of a vector's lanes: in a tile the other half would be empty.
   static constexpr int kMostRows = S::kWidth < 4 ? S::kWidth : S::kWidth < 16 ? 4 : 8;
 
   /// Numbers that a query takes: whole vectors.

@@ -25,6 +25,7 @@ class ForwardSource
   static constexpr int kVectors = kForwardVectors;
   static constexpr int kRows = kVectors * Simd<T>::kWidth;
   static constexpr bool kRoundsWeights = false;
+  /// Up to so many rows of a head have kernels of their own (few_rows.inc.h).
   static constexpr int kFewRows = FewRowsOfNumbers<T, T>::kMostRows;
 
   static constexpr int64_t kBytesOfNumber = sizeof(T);  // as K and V are multiplied
