@@ -1,18 +1,16 @@
 #pragma once
 
 #include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/gradient_products.inc.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/key_sums.inc.h"
 #include "kernels/cpu/mask_gradient.inc.h"
-#include "kernels/cpu/non_finite.inc.h"
 
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2), five products a tile:
 //
 //     S = scale · K Qᵀ    dP = V dOᵀ    (to P and dS: backward_tile.inc.h)
 //     dV += P dO          dK += scale · dS Q            dQ += scale · dSᵀ K
-//
-//     P, dS  keys [ rows -> ]   x   dO, Q  rows [ D -> ]     =   dV, dK  keys [ D -> ]
-//     Kᵀ       D  [ keys -> ]   x   dS     keys [ rows -> ]  =   dQᵀ       D [ rows -> ]
+//                                       (gradient_products.inc.h)
 //
 // One unit of work is a range of keys ("split") of one key/value head: it owns dK and dV of its
 // keys and walks over all rows that see them. With several splits (their number is a function of
@@ -55,46 +53,20 @@ inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
   return params.splits * backward_row_tiles(p) * p.head_dim * backward_vectors(p) * Simd<T>::kWidth;
 }
 
-template <class Scores, class T>
+template <class Scores, template <class, int> class Gradients, class T>
 inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   const Problem<T>& p = params.problem;
-  const int64_t rows = spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim);  // one of each
   const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
   const int64_t longest_split =
       (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
   using Tile = BackwardTile<Scores, kBackwardVectors>;
-  const int64_t numbers = Tile::scratch_numbers(p) + (p.head_dim + rows) * Tile::kRows +
-                          widths * longest_split + Tile::numbers_of_copies(p, longest_split);
+  const int64_t numbers =
+      Tile::scratch_numbers(p) + Gradients<Scores, kBackwardVectors>::scratch_numbers(p) +
+      p.head_dim * Tile::kRows + widths * longest_split + Tile::numbers_of_copies(p, longest_split);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
-/// c[n][d] += c.scale · sum over r < rows of a[n][r] · b[r][d]. Rows of c have `width` numbers,
-/// whole vectors.
-template <class T, int kRows, class Sum>
-inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t b_row,
-                              int64_t width, Sums<Sum> c) {
-  using S = Simd<T>;
-  constexpr int kMost = S::kOuterVectors, kHalf = (kMost + 2) / 2;
-  const auto columns = [&](auto vectors, auto broadcast) __attribute__((always_inline)) {
-    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b, b_row, c);
-    b += vectors() * S::kWidth;
-    c = c.from(0, vectors() * S::kWidth);
-  };
-  int64_t left = width / S::kWidth;
-  for (; left >= kMost && left != kMost + 1; left -= kMost) {
-    columns(Constant<kMost>{}, Constant<S::kOuterRows>{});
-  }
-  // One vector alone would leave most registers empty.
-  if (left == kMost + 1) {
-    columns(Constant<kHalf>{}, Constant<rows_together<T, kHalf>()>{});
-    left -= kHalf;
-  }
-  if (left == 3) columns(Constant<3>{}, Constant<rows_together<T, 3>()>{});
-  if (left == 2) columns(Constant<2>{}, Constant<rows_together<T, 2>()>{});
-  if (left == 1) columns(Constant<1>{}, Constant<rows_together<T, 1>()>{});
-}
-
-template <class Scores, int kVectors, class T>
+template <class Scores, template <class, int> class Gradients, int kVectors, class T>
 inline void backward_split(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                            void* scratch) {
   using Work = BackwardTile<Scores, kVectors>;
@@ -107,8 +79,6 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   const KeyRange keys = keys_of_split(params, split);
   const int64_t key_width = round_up_to_vector<T>(p.head_dim);
   const int64_t value_width = round_up_to_vector<T>(p.value_dim);
-  const int64_t query_row = spread_row<T>(p.head_dim);
-  const int64_t grad_out_row = spread_row<T>(p.value_dim);
   const bool need_query = params.grad_query.data != nullptr;
   const bool need_key = params.grad_key.data != nullptr;
   const bool need_value = params.grad_value.data != nullptr;
@@ -116,14 +86,15 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   const bool whole = p.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
                      params.grad_mask.data != nullptr;
   Work work(params, static_cast<T*>(scratch), whole);
-  T* packed_query = work.end_of_scratch;                         // [rows][D]
-  T* packed_grad_out = packed_query + kRows * query_row;         // [rows][Dv]
-  T* own_grad_query_t = packed_grad_out + kRows * grad_out_row;  // [D][rows]
-  T* own_key_sums = own_grad_query_t + p.head_dim * kRows;       // [keys of the split][D]
+  T* own_grad_query_t =  // [D][rows]
+      work.end_of_scratch + Gradients<Scores, kVectors>::scratch_numbers(p);
+  T* own_key_sums = own_grad_query_t + p.head_dim * kRows;  // [keys of the split][D]
   T* own_value_sums = own_key_sums + (keys.end - keys.begin) * key_width;
   T* copies_of_keys = own_value_sums + (keys.end - keys.begin) * value_width;
   KeySums<T> key_sums(p, head, keys, p.head_dim, p.scale, params.grad_key, own_key_sums);
   KeySums<T> value_sums(p, head, keys, p.value_dim, T(1), params.grad_value, own_value_sums);
+  Gradients<Scores, kVectors> gradients(work, need_key ? &key_sums : nullptr,
+                                        need_value ? &value_sums : nullptr, work.end_of_scratch);
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
   alignas(64) T slope_gradient[kRows];
@@ -139,20 +110,10 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
     if (t == 0) work.load_keys(keys, copies_of_keys);
 
     const KeyRange range = work.keys_of_rows().intersection(keys);
-    Rows<T> query{}, grad_out{};
     if (!range.empty()) {
       work.load_rows();
-      const Storage storage = p.key_value_storage;
-      if (need_key) query = rows_of_tile(tile, p.query, storage, p.head_dim, packed_query);
-      if (need_value) {
-        grad_out = rows_of_tile(tile, params.grad_out, storage, p.value_dim, packed_grad_out);
-      }
+      gradients.load_rows();
     }
-    Lazily rows_finite([&] {
-      return (!need_key || all_finite<T>(query.first, query.stride, tile.rows, p.head_dim)) &&
-             (!need_value ||
-              all_finite<T>(grad_out.first, grad_out.stride, tile.rows, p.value_dim));
-    });
 
     set_to_zero(slope_gradient, kRows);
     for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
@@ -169,26 +130,7 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
       }
       if (p.softcap != T(0)) work.through_softcap(state, block);
 
-      const auto for_each_gradient = [&](auto add) __attribute__((always_inline)) {
-        if (need_value) add(work.p_tile, grad_out, value_sums);
-        if (need_key) add(work.ds_tile, query, key_sums);
-      };
-      if (partial && !rows_finite()) {
-        for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
-          multiply_add_kept_rows<T, kRows>(block, tile.rows, pairs, rows.first, rows.stride,
-                                           work.mask.bits, sums.width,
-                                           sums.to_add_to(n, n + block));
-        });
-      } else {
-        work.seen.for_each_strip(block, [&](KeyRange seen, int r, int count) {
-          for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
-            multiply_add_rows<T, kRows>(
-                seen.end - seen.begin, count, pairs + seen.begin * kRows + r, rows.from(r).first,
-                rows.stride, sums.width, sums.to_add_to(n + seen.begin, n + seen.end));
-          });
-        });
-      }
-
+      gradients.add_to_keys(n, block, partial);
       if (!need_query) continue;
       // Vectors without a row are read where splits are summed, and nowhere else.
       const bool writes_all = !partial && (params.splits == 1 || tile.rows > kRows - S::kWidth);
@@ -196,19 +138,7 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
         set_to_zero(grad_query_t, p.head_dim * kRows);
         has_grad_query = true;
       }
-      const Rows<T> key = spread_rows<T>(work.key, block, p.head_dim, work.key_rows);
-      if (partial && !all_finite<T>(key.first, key.stride, block, p.head_dim)) {
-        multiply_add_kept_keys<T, kVectors>(block, p.head_dim, key.first, key.stride, work.ds_tile,
-                                            work.mask.bits, grad_query_t);
-      } else {
-        work.seen.for_each_part([&](int first_vector, auto vectors, KeyRange seen) {
-          const int64_t r = first_vector * S::kWidth;
-          multiply_add<T, vectors()>(p.head_dim, seen.end - seen.begin,
-                                     key.first + seen.begin * key.stride, UnitStride{}, key.stride,
-                                     work.ds_tile + seen.begin * kRows + r, kRows,
-                                     Sums<T>{grad_query_t + r, kRows, has_grad_query});
-        });
-      }
+      gradients.add_to_rows(n, block, partial, Sums<T>{grad_query_t, kRows, has_grad_query});
       has_grad_query = true;
     }
     if (need_query && !has_grad_query) set_to_zero(grad_query_t, p.head_dim * kRows);
@@ -275,11 +205,11 @@ inline void with_backward_vectors(const Problem<T>& problem, F f) {
 
 /// One split of one key/value head. Units count the splits of first_head, then of the next head;
 /// partial_grad_query begins with first_head.
-template <class Scores, class T>
+template <class Scores, template <class, int> class Gradients, class T>
 inline void attention_backward(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                                void* scratch) {
   with_backward_vectors(params.problem, [&](auto vectors) {
-    backward_split<Scores, vectors()>(params, first_head, unit, scratch);
+    backward_split<Scores, Gradients, vectors()>(params, first_head, unit, scratch);
   });
 }
 
@@ -294,11 +224,12 @@ inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, 
   });
 }
 
-/// Scores says how S and dP are multiplied (score_products.inc.h).
-template <class Scores, class T = typename Scores::Number>
+/// Scores says how S and dP are multiplied (score_products.inc.h), Gradients how P and dS.
+template <class Scores, template <class, int> class Gradients = GradientProducts,
+          class T = typename Scores::Number>
 constexpr BackwardKernels<T> make_backward_kernels() {
-  return {backward_row_tiles<T>,      backward_scratch_bytes<Scores, T>,
-          partial_grad_query_size<T>, attention_backward<Scores, T>,
+  return {backward_row_tiles<T>,      backward_scratch_bytes<Scores, Gradients, T>,
+          partial_grad_query_size<T>, attention_backward<Scores, Gradients, T>,
           sum_grad_query<T>,          mask_gradient_scratch_bytes<Scores, T>,
           mask_gradient<Scores, T>};
 }

@@ -5,7 +5,6 @@
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
-#include "kernels/cpu/weights_in_place.inc.h"
 
 // The products of a forward tile in bfloat16, two terms at a time, summed in float32:
 //
@@ -21,8 +20,7 @@ namespace qkv::kernels::QKV_ISA {
 
 constexpr int kBFloat16Vectors = 3;  // of rows in a tile
 
-class BFloat16Source
-    : public WeightsInPlace<BFloat16Source, float, kBFloat16Vectors * Simd<float>::kWidth> {
+class BFloat16Source {
  public:
   using Real = float;
   using S = Simd<float>;
@@ -122,10 +120,42 @@ class BFloat16Source
         }));
   }
 
-  /// bits is nullptr if all pairs are kept. out_t has the sum of the weights after its Dv rows.
+  /// P[k][row]: weights of the scores, rounded; weigh(k, v, x) makes x, scores of keys from k on,
+  /// weights.
+  template <int kVectors, class Weigh>
+  QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float*, Weigh weigh) {
+    store_weights<kVectors>(first_row, weigh, [&](auto use) __attribute__((always_inline)) {
+      scores<kVectors>(first_key, keys, first_row, use);
+    });
+  }
+
+  /// The same of scores that are there already.
+  template <int kVectors, class Weigh>
+  QKV_INLINE void weights_of_scores(int64_t, int keys, int first_row, const float* scores,
+                                    Weigh weigh) {
+    store_weights<kVectors>(first_row, weigh, [&](auto use) __attribute__((always_inline)) {
+      const auto use_few = [&](int k, auto count) __attribute__((always_inline)) {
+        for (int v = 0; v < kVectors; ++v) {
+          S::Number x[count()];
+          for (int i = 0; i < count(); ++i) x[i] = S::load(scores + (k + i) * kRows + v * S::kWidth);
+          use(k, v, x);
+        }
+      };
+      int k = 0;
+      for (; k + 4 <= keys; k += 4) use_few(k, Constant<4>{});
+      if (k + 2 <= keys) {
+        use_few(k, Constant<2>{});
+        k += 2;
+      }
+      if (k < keys) use_few(k, Constant<1>{});
+    });
+  }
+
+  /// Of those weights. bits is nullptr if all pairs are kept. out_t has the sum of the weights after
+  /// its Dv rows.
   template <int kVectors>
-  void add_values(int64_t first_key, int keys, int first_row, const float* weights,
-                  const uint8_t* bits, float* out_t) const {
+  void add_values(int64_t first_key, int keys, int first_row, const float*, const uint8_t* bits,
+                  float* out_t) const {
     const int64_t row = p_.value.row_stride;
     const BFloat16* values = values_ + first_key * row;
     const bool poisoned = bits != nullptr && !all_finite<float>(values, row, keys, p_.value_dim);
@@ -139,38 +169,48 @@ class BFloat16Source
                                block_values_);
       }
     }
-    add_rounded_weights<kVectors>(keys, first_row, weights, out_t + row_of_sums(p_) * kRows);
+    float* sums = out_t + row_of_sums(p_) * kRows;
+    for (int v = 0; v < kVectors; ++v, sums += S::kWidth) {
+      S::store(sums, S::load(sums) + sums_of_weights_[v]);
+    }
+    const BFloat16Pair* weights = weights_ + first_row;
     tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
         0, p_.value_dim, (keys + 1) / 2, pairs, UnitStride{},
-        round_up_to_vector<float>(p_.value_dim), weights_ + first_row, kRows,
+        round_up_to_vector<float>(p_.value_dim), weights, kRows,
         [=](int64_t d, int v)
             __attribute__((always_inline)) { return S::load(out_t + d * kRows + v * S::kWidth); },
         each_vector([=](int64_t d, int v, S::Number x) __attribute__((always_inline)) {
           S::store(out_t + d * kRows + v * S::kWidth, x);
         }));
     if (poisoned) {
-      const auto weight = [weights](int k, int r) { return weights[k * kRows + r]; };
+      const auto weight = [weights](int k, int r) {
+        const BFloat16Pair pair = weights[k / 2 * kRows + r];
+        return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
+      };
       add_non_finite<kVectors, kRows>(keys, p_.value_dim, values, row, weight, bits, out_t);
     }
   }
 
  private:
-  /// Rounded to weights_; their sums are added to `sum`.
-  template <int kVectors>
-  void add_rounded_weights(int keys, int first_row, const float* weights, float* sum) const {
-    Pairs::Number total[kVectors];
-    for (int v = 0; v < kVectors; ++v) total[v] = S::load(sum + v * S::kWidth);
-    for (int k = 0; k < keys; k += 2) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        const float* from = weights + k * kRows + v * S::kWidth;
-        const auto second = k + 1 < keys ? S::load(from + kRows) : S::zero();
-        const auto pair = Pairs::round(S::load(from), second);
-        total[v] = Pairs::add(pair, total[v]);
-        Pairs::store(weights_ + first_row + k / 2 * kRows + v * S::kWidth, pair);
+  /// for_each(use) calls use(k, v, x) for scores x of a few keys from k on, an even number; what
+  /// weigh makes of them is rounded to weights_, and added up to sums_of_weights_.
+  template <int kVectors, class Weigh, class ForEach>
+  QKV_INLINE void store_weights(int first_row, Weigh weigh, ForEach for_each) {
+    S::Number sums[kVectors];
+    for (auto& sum : sums) sum = S::zero();
+    BFloat16Pair* to = weights_ + first_row;
+    for_each([&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
+      weigh(k, v, x);
+      constexpr int kCount = sizeof(x) / sizeof(x[0]);
+      BFloat16Pair* line = to + k / 2 * kRows + v * S::kWidth;
+#pragma GCC unroll 2
+      for (int i = 0; i < kCount; i += 2, line += kRows) {
+        const auto pair = Pairs::round(x[i], i + 1 < kCount ? x[i + 1] : S::zero());
+        sums[v] = Pairs::add(pair, sums[v]);
+        Pairs::store(line, pair);
       }
-    }
-    for (int v = 0; v < kVectors; ++v) S::store(sum + v * S::kWidth, total[v]);
+    });
+    for (int v = 0; v < kVectors; ++v) sums_of_weights_[v] = sums[v];
   }
 
   const Problem<float>& p_;
@@ -179,6 +219,7 @@ class BFloat16Source
   const BFloat16* values_;
   BFloat16Pair* query_t_;       // [D / 2][rows]
   BFloat16Pair* weights_;       // [keys / 2][rows], of a block
+  S::Number sums_of_weights_[kVectors];
   BFloat16Pair* block_values_;  // [keys / 2][Dv], of a block
   BFloat16Pair* block_lines_;   // [keys][D / 2], of a block, if not read where they lie
 };

@@ -1,0 +1,145 @@
+#pragma once
+
+#include "kernels/cpu/backward_tile.inc.h"
+#include "kernels/cpu/block_rows.inc.h"
+#include "kernels/cpu/key_sums.inc.h"
+#include "kernels/cpu/non_finite.inc.h"
+#include "kernels/cpu/tile_product.inc.h"
+
+// What P and dS of a tile of rows and a block of keys (backward_tile.inc.h) add to the gradients:
+//
+//     dV += P dO          dK += scale · dS Q            dQ += scale · dSᵀ K
+//
+//     P, dS  keys [ rows -> ]   x   dO, Q  rows [ D -> ]     =   dV, dK  keys [ D -> ]
+//     Kᵀ       D  [ keys -> ]   x   dS     keys [ rows -> ]  =   dQᵀ       D [ rows -> ]
+//
+// Here in the numbers that sums are taken in; rounded_gradients.inc.h multiplies bfloat16.
+
+namespace qkv::kernels::QKV_ISA {
+
+/// c[n][d] += c.scale · sum over r < rows of a[n][r] · b[r][d]. Rows of c have `width` numbers,
+/// whole vectors.
+template <class T, int kRows, class Sum>
+inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t b_row,
+                              int64_t width, Sums<Sum> c) {
+  using S = Simd<T>;
+  constexpr int kMost = S::kOuterVectors, kHalf = (kMost + 2) / 2;
+  const auto columns = [&](auto vectors, auto broadcast) __attribute__((always_inline)) {
+    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b, b_row, c);
+    b += vectors() * S::kWidth;
+    c = c.from(0, vectors() * S::kWidth);
+  };
+  int64_t left = width / S::kWidth;
+  for (; left >= kMost && left != kMost + 1; left -= kMost) {
+    columns(Constant<kMost>{}, Constant<S::kOuterRows>{});
+  }
+  // One vector alone would leave most registers empty.
+  if (left == kMost + 1) {
+    columns(Constant<kHalf>{}, Constant<rows_together<T, kHalf>()>{});
+    left -= kHalf;
+  }
+  if (left == 3) columns(Constant<3>{}, Constant<rows_together<T, 3>()>{});
+  if (left == 2) columns(Constant<2>{}, Constant<rows_together<T, 2>()>{});
+  if (left == 1) columns(Constant<1>{}, Constant<rows_together<T, 1>()>{});
+}
+
+template <class Scores, int kVectors>
+class GradientProducts {
+ public:
+  using Work = BackwardTile<Scores, kVectors>;
+  using T = typename Scores::Number;
+  using S = Simd<T>;
+  static constexpr int kRows = Work::kRows;
+
+  static int64_t scratch_numbers(const Problem<T>& p) {
+    return kRows * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
+  }
+
+  /// `work` is of the tile and the block; nullptr for a gradient that is not asked for.
+  GradientProducts(const Work& work, KeySums<T>* key_sums, KeySums<T>* value_sums, T* scratch)
+      : work_(work),
+        p_(work.p),
+        key_sums_(key_sums),
+        value_sums_(value_sums),
+        packed_query_(scratch),
+        packed_grad_out_(scratch + kRows * spread_row<T>(p_.head_dim)) {}
+
+  /// Of a tile whose rows `work` has loaded.
+  void load_rows() {
+    const Storage storage = p_.key_value_storage;
+    if (key_sums_ != nullptr) {
+      query_ = rows_of_tile(work_.tile, p_.query, storage, p_.head_dim, packed_query_);
+    }
+    if (value_sums_ != nullptr) {
+      grad_out_ = rows_of_tile(work_.tile, work_.params.grad_out, storage, p_.value_dim,
+                               packed_grad_out_);
+    }
+    knows_finite_ = false;
+  }
+
+  /// Adds to dV and dK of the keys first_key .. first_key + count.
+  void add_to_keys(int64_t first_key, int count, bool partial) {
+    const auto for_each_gradient = [&](auto add) __attribute__((always_inline)) {
+      if (value_sums_ != nullptr) add(work_.p_tile, grad_out_, *value_sums_);
+      if (key_sums_ != nullptr) add(work_.ds_tile, query_, *key_sums_);
+    };
+    if (partial && !rows_finite()) {
+      for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
+        multiply_add_kept_rows<T, kRows>(count, work_.tile.rows, pairs, rows.first, rows.stride,
+                                         work_.mask.bits, sums.width,
+                                         sums.to_add_to(first_key, first_key + count));
+      });
+      return;
+    }
+    work_.seen.for_each_strip(count, [&](KeyRange seen, int r, int rows_seen) {
+      for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
+        multiply_add_rows<T, kRows>(seen.end - seen.begin, rows_seen, pairs + seen.begin * kRows + r,
+                                    rows.from(r).first, rows.stride, sums.width,
+                                    sums.to_add_to(first_key + seen.begin, first_key + seen.end));
+      });
+    });
+  }
+
+  /// Adds to dQᵀ[D][rows] of the tile, without the scale, or writes it if there is none yet.
+  void add_to_rows(int64_t first_key, int count, bool partial, Sums<T> grad_query_t) {
+    const Rows<T> key = work_.numbers_of_keys(first_key, count);
+    if (partial && !all_finite<T>(key.first, key.stride, count, p_.head_dim)) {
+      multiply_add_kept_keys<T, kVectors>(count, p_.head_dim, key.first, key.stride, work_.ds_tile,
+                                          work_.mask.bits, grad_query_t.first);
+      return;
+    }
+    work_.seen.for_each_part([&](int first_vector, auto vectors, KeyRange seen) {
+      const int64_t r = first_vector * S::kWidth;
+      multiply_add<T, vectors()>(p_.head_dim, seen.end - seen.begin,
+                                 key.first + seen.begin * key.stride, UnitStride{}, key.stride,
+                                 work_.ds_tile + seen.begin * kRows + r, kRows,
+                                 grad_query_t.from(0, r));
+    });
+  }
+
+ protected:
+  const Work& work_;
+  const Problem<T>& p_;
+  KeySums<T>* key_sums_;
+  KeySums<T>* value_sums_;
+
+ private:
+  bool rows_finite() {
+    if (!knows_finite_) {
+      const auto finite = [&](const Rows<T>& rows, int64_t width) {
+        return all_finite<T>(rows.first, rows.stride, work_.tile.rows, width);
+      };
+      rows_finite_ = (key_sums_ == nullptr || finite(query_, p_.head_dim)) &&
+                     (value_sums_ == nullptr || finite(grad_out_, p_.value_dim));
+      knows_finite_ = true;
+    }
+    return rows_finite_;
+  }
+
+  T* packed_query_;     // [rows][D]
+  T* packed_grad_out_;  // [rows][Dv]
+  Rows<T> query_{}, grad_out_{};
+  bool knows_finite_ = false, rows_finite_ = false;
+};
+
+}  // namespace qkv::kernels::QKV_ISA
