@@ -191,10 +191,11 @@ struct FewRowsInPairs {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
         const int64_t d = v * kColumns;
-        const auto add = [&](int64_t from, __m512i order) {
+        const Number even = sum[r][v][0], odd = sum[r][v][1];
+        const auto add = [=](int64_t from, __m512i order) __attribute__((always_inline)) {
           const __mmask16 lanes = first_lanes(left - from);
           float* to = out + r * out_row + from;
-          const auto more = _mm512_permutex2var_ps(sum[r][v][0], order, sum[r][v][1]);
+          const auto more = _mm512_permutex2var_ps(even, order, odd);
           _mm512_mask_storeu_ps(to, lanes, _mm512_maskz_loadu_ps(lanes, to) + more);
         };
         add(d, first);
