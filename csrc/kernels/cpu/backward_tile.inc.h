@@ -158,8 +158,8 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 
  private:
   template <int kCount>
-  void load_piece(int first_vector, int64_t first_key, Rows<Factor> of_value,
-                  KeyRange range, bool partial) {
+  void load_piece(int first_vector, int64_t first_key, Rows<Factor> of_value, KeyRange range,
+                  bool partial) {
     const int count = static_cast<int>(range.end - range.begin),
               first_row = first_vector * S::kWidth;
     const int64_t first = range.begin * kRows + first_row;

@@ -124,35 +124,38 @@ class BFloat16Source {
   /// weights.
   template <int kVectors, class Weigh>
   QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float*, Weigh weigh) {
-    store_weights<kVectors>(first_row, weigh, [&](auto use) __attribute__((always_inline)) {
-      scores<kVectors>(first_key, keys, first_row, use);
-    });
+    store_weights<kVectors>(
+        first_row, weigh, [&](auto use) __attribute__((always_inline)) {
+          scores<kVectors>(first_key, keys, first_row, use);
+        });
   }
 
   /// The same of scores that are there already.
   template <int kVectors, class Weigh>
   QKV_INLINE void weights_of_scores(int64_t, int keys, int first_row, const float* scores,
                                     Weigh weigh) {
-    store_weights<kVectors>(first_row, weigh, [&](auto use) __attribute__((always_inline)) {
-      const auto use_few = [&](int k, auto count) __attribute__((always_inline)) {
-        for (int v = 0; v < kVectors; ++v) {
-          S::Number x[count()];
-          for (int i = 0; i < count(); ++i) x[i] = S::load(scores + (k + i) * kRows + v * S::kWidth);
-          use(k, v, x);
-        }
-      };
-      int k = 0;
-      for (; k + 4 <= keys; k += 4) use_few(k, Constant<4>{});
-      if (k + 2 <= keys) {
-        use_few(k, Constant<2>{});
-        k += 2;
-      }
-      if (k < keys) use_few(k, Constant<1>{});
-    });
+    store_weights<kVectors>(
+        first_row, weigh, [&](auto use) __attribute__((always_inline)) {
+          const auto use_few = [&](int k, auto count) __attribute__((always_inline)) {
+            for (int v = 0; v < kVectors; ++v) {
+              S::Number x[count()];
+              for (int i = 0; i < count(); ++i)
+                x[i] = S::load(scores + (k + i) * kRows + v * S::kWidth);
+              use(k, v, x);
+            }
+          };
+          int k = 0;
+          for (; k + 4 <= keys; k += 4) use_few(k, Constant<4>{});
+          if (k + 2 <= keys) {
+            use_few(k, Constant<2>{});
+            k += 2;
+          }
+          if (k < keys) use_few(k, Constant<1>{});
+        });
   }
 
-  /// Of those weights. bits is nullptr if all pairs are kept. out_t has the sum of the weights after
-  /// its Dv rows.
+  /// Of those weights. bits is nullptr if all pairs are kept. out_t has the sum of the weights
+  /// after its Dv rows.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int first_row, const float*, const uint8_t* bits,
                   float* out_t) const {
@@ -217,8 +220,8 @@ class BFloat16Source {
   const RowTile<kRows>& tile_;
   const Turn& turn_;
   const BFloat16* values_;
-  BFloat16Pair* query_t_;       // [D / 2][rows]
-  BFloat16Pair* weights_;       // [keys / 2][rows], of a block
+  BFloat16Pair* query_t_;  // [D / 2][rows]
+  BFloat16Pair* weights_;  // [keys / 2][rows], of a block
   S::Number sums_of_weights_[kVectors];
   BFloat16Pair* block_values_;  // [keys / 2][Dv], of a block
   BFloat16Pair* block_lines_;   // [keys][D / 2], of a block, if not read where they lie

@@ -71,8 +71,8 @@ class GradientProducts {
       query_ = rows_of_tile(work_.tile, p_.query, storage, p_.head_dim, packed_query_);
     }
     if (value_sums_ != nullptr) {
-      grad_out_ = rows_of_tile(work_.tile, work_.params.grad_out, storage, p_.value_dim,
-                               packed_grad_out_);
+      grad_out_ =
+          rows_of_tile(work_.tile, work_.params.grad_out, storage, p_.value_dim, packed_grad_out_);
     }
     knows_finite_ = false;
   }
@@ -93,9 +93,9 @@ class GradientProducts {
     }
     work_.seen.for_each_strip(count, [&](KeyRange seen, int r, int rows_seen) {
       for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
-        multiply_add_rows<T, kRows>(seen.end - seen.begin, rows_seen, pairs + seen.begin * kRows + r,
-                                    rows.from(r).first, rows.stride, sums.width,
-                                    sums.to_add_to(first_key + seen.begin, first_key + seen.end));
+        multiply_add_rows<T, kRows>(
+            seen.end - seen.begin, rows_seen, pairs + seen.begin * kRows + r, rows.from(r).first,
+            rows.stride, sums.width, sums.to_add_to(first_key + seen.begin, first_key + seen.end));
       });
     });
   }
@@ -110,10 +110,9 @@ class GradientProducts {
     }
     work_.seen.for_each_part([&](int first_vector, auto vectors, KeyRange seen) {
       const int64_t r = first_vector * S::kWidth;
-      multiply_add<T, vectors()>(p_.head_dim, seen.end - seen.begin,
-                                 key.first + seen.begin * key.stride, UnitStride{}, key.stride,
-                                 work_.ds_tile + seen.begin * kRows + r, kRows,
-                                 grad_query_t.from(0, r));
+      multiply_add<T, vectors()>(
+          p_.head_dim, seen.end - seen.begin, key.first + seen.begin * key.stride, UnitStride{},
+          key.stride, work_.ds_tile + seen.begin * kRows + r, kRows, grad_query_t.from(0, r));
     });
   }
 

@@ -25,8 +25,8 @@ template <class Scores, int kVectors>
 class RoundedGradients : public GradientProducts<Scores, kVectors> {
  public:
   using Base = GradientProducts<Scores, kVectors>;
-  using typename Base::S;
   using Base::kRows;
+  using typename Base::S;
 
   static int64_t scratch_numbers(const Problem<float>& p) {
     return Base::scratch_numbers(p) + (places(kRows) + kMostKeyPlaces) * row_of(p.head_dim) +
@@ -82,9 +82,9 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
       int64_t depth = places(seen.end) - begin;
       round_keys<vectors()>(work_.ds_tile + r, seen, tile_of_keys_ + r, !partial);
       if (!partial) ++depth;
-      multiply_add<BFloat16Pair, vectors()>(
-          p_.head_dim, depth, keys_ + begin * row, UnitStride{}, row,
-          tile_of_keys_ + begin * kRows + r, kRows, grad_query_t.from(0, r));
+      multiply_add<BFloat16Pair, vectors()>(p_.head_dim, depth, keys_ + begin * row, UnitStride{},
+                                            row, tile_of_keys_ + begin * kRows + r, kRows,
+                                            grad_query_t.from(0, r));
     });
   }
 
@@ -92,8 +92,8 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
   using Base::key_sums_, Base::p_, Base::value_sums_, Base::work_;
   using Pairs = Simd<BFloat16Pair>;
 
-  static constexpr int kUnit = 16;        // rows or keys
-  static constexpr int kWholeOf = 3;      // one of so many units is two numbers
+  static constexpr int kUnit = 16;    // rows or keys
+  static constexpr int kWholeOf = 3;  // one of so many units is two numbers
   static constexpr int kPairs = kUnit / 2;
 
   static constexpr bool is_whole(int64_t unit) { return unit % kWholeOf == 0; }
@@ -146,7 +146,8 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
   QKV_ONE_COPY bool pack_rows(const Operand<const float>& x, int64_t width, BFloat16Pair* to) {
     const auto rows = work_.tile.template stored_rows_in<BFloat16>(x);
     const int64_t count = work_.tile.rows;
-    pack(count, width, [&](int64_t r) { return rows[static_cast<int>(r)]; }, to);
+    pack(
+        count, width, [&](int64_t r) { return rows[static_cast<int>(r)]; }, to);
     bool finite = true;
     for (int64_t d = 0; d < width; d += S::kWidth) {
       finite &= is_finite(sum_of(count, row_of(width), to + d));
@@ -159,7 +160,8 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
     const int64_t stride = p_.key.row_stride, row = row_of(p_.head_dim);
     const BFloat16* first =
         work_.tile.template stored_keys_of_head<BFloat16>(p_.key) + first_key * stride;
-    pack(count, p_.head_dim, [&](int64_t k) { return first + k * stride; }, keys_);
+    pack(
+        count, p_.head_dim, [&](int64_t k) { return first + k * stride; }, keys_);
     BFloat16Pair* means = keys_ + places(count) * row;
     bool finite = true;
     for (int64_t d = 0; d < p_.head_dim; d += S::kWidth) {
@@ -186,9 +188,8 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
       const int64_t begin = places(r);
       round_rows(tile + seen.begin * kRows, seen.end - seen.begin, r, rows_seen, rounded);
       multiply_add_rows<BFloat16Pair, places(kRows)>(
-          seen.end - seen.begin, places(r + rows_seen) - begin, rounded + begin,
-          rows + begin * row, row, sums.width,
-          sums.to_add_to(first_key + seen.begin, first_key + seen.end));
+          seen.end - seen.begin, places(r + rows_seen) - begin, rounded + begin, rows + begin * row,
+          row, sums.width, sums.to_add_to(first_key + seen.begin, first_key + seen.end));
     });
   }
 
@@ -229,7 +230,8 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
           if (whole) {
             const auto most = most_of(first), most_of_second = most_of(second);
             Pairs::store(pairs, Pairs::round(most, most_of_second));
-            Pairs::store(pairs + kPairs * kRows, Pairs::round(first - most, second - most_of_second));
+            Pairs::store(pairs + kPairs * kRows,
+                         Pairs::round(first - most, second - most_of_second));
           } else {
             const auto pair = Pairs::round(first, second);
             Pairs::store(pairs, pair);
