@@ -156,6 +156,28 @@ def test_gradients_of_long_sequences_are_sums_in_float32(is_causal):
 
 
 @half_types
+def test_masked_nan_leaves_every_bit(dtype):
+    """Of so many rows and keys that products are in bfloat16 where they may be."""
+    keep = torch.rand(60, 300) < 0.9
+    keys, rows = [5, 150, 299], [3, 40]
+    keep[:, keys] = keep[rows] = False
+    query, grad_out = (torch.randn(1, 2, 60, 32).to(dtype) for _ in range(2))
+    key, value = (torch.randn(1, 2, 300, 32).to(dtype) for _ in range(2))
+
+    def run(fill):
+        for x in (key, value):
+            x[:, :, keys] = fill
+        for x in (query, grad_out):
+            x[:, :, rows] = fill
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = qkv.attention(*leaves, keep)
+        return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+    for a, b in zip(run(0.0), run(float("nan")), strict=True):
+        assert torch.equal(a, b)
+
+
+@half_types
 def test_derivatives_of_heads_apart_or_together(dtype):
     """Copies in float32 are made of a few heads at a time when these are long: of one, of all, as
     there are threads to occupy. Either way the same bits, and the same weights dropped."""

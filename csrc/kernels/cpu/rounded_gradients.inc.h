@@ -17,7 +17,9 @@
 // takes in all keys of a block, a last pair is (r, r) x the mean of the keys, in two numbers.
 //
 // With few keys or rows there is little to win, and the rounding of few weights does not average
-// out: float32 multiplies them, and all that is beside a number that is not finite.
+// out: float32 multiplies them.
+//
+// What is not finite in Q, dO and K is left out, and added afterwards for the pairs that are kept.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -52,30 +54,39 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
   }
 
   void load_rows() {
-    rows_finite_ = rounds_;
-    if (rounds_ && key_sums_ != nullptr) {
-      rows_finite_ &= pack_rows(p_.query, p_.head_dim, query_);
+    if (!rounds_) return Base::load_rows();
+    if (key_sums_ != nullptr) query_finite_ = pack_rows(p_.query, p_.head_dim, query_);
+    if (value_sums_ != nullptr) {
+      grad_out_finite_ = pack_rows(work_.params.grad_out, p_.value_dim, grad_out_);
     }
-    if (rounds_ && value_sums_ != nullptr) {
-      rows_finite_ &= pack_rows(work_.params.grad_out, p_.value_dim, grad_out_);
-    }
-    if (!rows_finite_) Base::load_rows();
   }
 
   void add_to_keys(int64_t first_key, int count, bool partial) {
-    if (!rows_finite_) return Base::add_to_keys(first_key, count, partial);
+    if (!rounds_) return Base::add_to_keys(first_key, count, partial);
+    const auto add = [&](const float* tile, const BFloat16Pair* packed, bool finite,
+                         const Operand<const float>& x, int64_t width, KeySums<float>& sums) {
+      add_product(tile, packed, row_of(width), first_key, count, sums);
+      if (finite) return;
+      const auto rows = work_.tile.template stored_rows_in<BFloat16>(x);
+      add_non_finite_rows<kRows>(
+          count, work_.tile.rows, width, [&](int r) { return rows[r]; }, tile, bits_if(partial),
+          sums.to_add_to(first_key, first_key + count));
+    };
     if (value_sums_ != nullptr) {
-      add_product(work_.p_tile, grad_out_, row_of(p_.value_dim), first_key, count, *value_sums_);
+      add(work_.p_tile, grad_out_, grad_out_finite_, work_.params.grad_out, p_.value_dim,
+          *value_sums_);
     }
     if (key_sums_ != nullptr) {
-      add_product(work_.ds_tile, query_, row_of(p_.head_dim), first_key, count, *key_sums_);
+      add(work_.ds_tile, query_, query_finite_, p_.query, p_.head_dim, *key_sums_);
     }
   }
 
   void add_to_rows(int64_t first_key, int count, bool partial, Sums<float> grad_query_t) {
-    if (!rounds_ || !pack_keys(first_key, count)) {
-      return Base::add_to_rows(first_key, count, partial, grad_query_t);
-    }
+    if (!rounds_) return Base::add_to_rows(first_key, count, partial, grad_query_t);
+    const int64_t stride = p_.key.row_stride;
+    const BFloat16* keys =
+        work_.tile.template stored_keys_of_head<BFloat16>(p_.key) + first_key * stride;
+    const bool finite = pack_keys(keys, stride, count);
     const int64_t row = row_of(p_.head_dim);
     work_.seen.for_each_part([&](int first_vector, auto vectors, KeyRange seen) {
       const int64_t r = first_vector * S::kWidth, begin = places(seen.begin);
@@ -86,6 +97,10 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
                                             row, tile_of_keys_ + begin * kRows + r, kRows,
                                             grad_query_t.from(0, r));
     });
+    if (finite) return;
+    const auto gradient = [&](int k, int r) { return work_.ds_tile[k * kRows + r]; };
+    add_non_finite<kVectors, kRows>(count, p_.head_dim, keys, stride, gradient, bits_if(partial),
+                                    grad_query_t.first);
   }
 
  private:
@@ -138,40 +153,43 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
     return sum;
   }
 
-  static bool is_finite(typename S::Number x) {
-    return S::bits_of(S::equal(x * S::zero(), S::zero())) == 0xffff;
-  }
+  const uint8_t* bits_if(bool partial) const { return partial ? work_.mask.bits : nullptr; }
 
-  /// Of Q or dO; are all finite?
+  /// Of Q or dO. Are all finite? Those that are not become zeros.
   QKV_ONE_COPY bool pack_rows(const Operand<const float>& x, int64_t width, BFloat16Pair* to) {
     const auto rows = work_.tile.template stored_rows_in<BFloat16>(x);
     const int64_t count = work_.tile.rows;
     pack(
         count, width, [&](int64_t r) { return rows[static_cast<int>(r)]; }, to);
-    bool finite = true;
-    for (int64_t d = 0; d < width; d += S::kWidth) {
-      finite &= is_finite(sum_of(count, row_of(width), to + d));
+    return keep_finite(count, width, to);
+  }
+
+  /// A block of keys, their mean after them. Are all finite? Those that are not become zeros.
+  QKV_ONE_COPY bool pack_keys(const BFloat16* first, int64_t stride, int count) {
+    const int64_t row = row_of(p_.head_dim);
+    pack(
+        count, p_.head_dim, [&](int64_t k) { return first + k * stride; }, keys_);
+    const bool finite = keep_finite(count, p_.head_dim, keys_);
+    BFloat16Pair* means = keys_ + places(count) * row;
+    for (int64_t d = 0; d < p_.head_dim; d += S::kWidth) {
+      const auto sum = sum_of(count, row, keys_ + d);
+      const auto mean = S::select(S::equal(sum * S::zero(), S::zero()), sum, S::zero()) *
+                        S::set(1.0f / static_cast<float>(count));
+      const auto most = most_of(mean);
+      Pairs::store(means + d, Pairs::round(most, mean - most));
     }
     return finite;
   }
 
-  /// A block of keys, and their mean after them; are all finite?
-  QKV_ONE_COPY bool pack_keys(int64_t first_key, int count) {
-    const int64_t stride = p_.key.row_stride, row = row_of(p_.head_dim);
-    const BFloat16* first =
-        work_.tile.template stored_keys_of_head<BFloat16>(p_.key) + first_key * stride;
-    pack(
-        count, p_.head_dim, [&](int64_t k) { return first + k * stride; }, keys_);
-    BFloat16Pair* means = keys_ + places(count) * row;
-    bool finite = true;
-    for (int64_t d = 0; d < p_.head_dim; d += S::kWidth) {
-      const auto sum = sum_of(count, row, keys_ + d);
-      const auto mean = sum * S::set(1.0f / static_cast<float>(count));
-      const auto most = most_of(mean);
-      Pairs::store(means + d, Pairs::round(most, mean - most));
-      finite &= is_finite(sum);
+  static bool keep_finite(int64_t count, int64_t width, BFloat16Pair* packed) {
+    auto zeros = S::zero();  // or NaN
+    const int64_t row = row_of(width);
+    for (int64_t d = 0; d < width; d += S::kWidth) {
+      zeros = S::fma(sum_of(count, row, packed + d), S::zero(), zeros);
     }
-    return finite;
+    if (S::bits_of(S::equal(zeros, S::zero())) == 0xffff) return true;
+    set_non_finite_to_zero(places(count) * row, packed);
+    return false;
   }
 
   /// The first of two numbers that are to be rounded: what is left has no more digits than x.
@@ -247,7 +265,7 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
   }
 
   const bool rounds_;
-  bool rows_finite_ = false;
+  bool query_finite_ = true, grad_out_finite_ = true;
   BFloat16Pair* query_;         // [places of rows][D]
   BFloat16Pair* grad_out_;      // [places of rows][Dv]
   BFloat16Pair* keys_;          // [places of keys][D]
