@@ -32,23 +32,6 @@ inline bool all_finite(const Stored* x, int64_t row_stride, int64_t rows, int64_
   return S::sum((sum[0] + sum[1]) + (sum[2] + sum[3])) == T(0);
 }
 
-/// What `find()` says, which is asked once, and only if somebody wants to know.
-template <class Find>
-class Lazily {
- public:
-  explicit Lazily(Find find) : find_(find) {}
-  bool operator()() {
-    if (!known_) answer_ = find_();
-    known_ = true;
-    return answer_;
-  }
-
- private:
-  Find find_;
-  bool known_ = false;
-  bool answer_ = false;
-};
-
 /// c[d][r] += sum over the keys n that row r keeps of a[n][d] · b[n][r], for kVectors vectors of
 /// the tile's kRows rows
 template <class T, int kVectors, int kRows = kVectors* Simd<T>::kWidth>
