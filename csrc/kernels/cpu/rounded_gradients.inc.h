@@ -4,13 +4,13 @@
 #include "kernels/cpu/in_pairs.inc.h"
 
 // What P and dS add to the gradients, multiplied in bfloat16 two at a time and summed in float32.
-// Of every three times 16 rows (in dV and dK) or keys (in dQ) two are rounded, and one is taken in
-// as two numbers, of which the second is what the first leaves: so gradients err by 1.3 times what
-// rounding them once does, with everything rounded by 1.4 times.
+// A unit of 16 rows of every three (in dV and dK), or of 16 keys of every two (in dQ), is taken in
+// as two numbers, of which the second is what the first leaves; the others are rounded. So
+// gradients err by 1.3 times what rounding them once does, with everything rounded by 1.4 times.
 //
-//     place   0..7        8..15            16..23          24..31
-//     pairs   first of    first of 0..15,  those of        those of        and so on
-//             0..15       what is left     rows 16..31     rows 32..47
+//     place        0..7            8..15           16..23          24..31
+//     pairs of     rows 0..15,     rows 0..15,     rows 16..31,    rows 32..47,    and so on
+//                  the first       what is left    rounded         rounded
 //
 // Q, dO and K have the same pairs in both places. As all rounded differences of a row of dS, r,
 // no longer add up to 0, what all keys have in common would not cancel out of dQ: where a tile
@@ -31,9 +31,8 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
   using typename Base::S;
 
   static int64_t scratch_numbers(const Problem<float>& p) {
-    return Base::scratch_numbers(p) + (places(kRows) + kMostKeyPlaces) * row_of(p.head_dim) +
-           places(kRows) * row_of(p.value_dim) + kBackwardBlockKeys * places(kRows) +
-           kMostKeyPlaces * kRows;
+    return Base::scratch_numbers(p) + (kRowPlaces + kKeyPlaces) * row_of(p.head_dim) +
+           kRowPlaces * row_of(p.value_dim) + kBackwardBlockKeys * kRowPlaces + kKeyPlaces * kRows;
   }
 
   RoundedGradients(const typename Base::Work& work, KeySums<float>* key_sums,
@@ -46,11 +45,11 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
       pairs += count;
       return first;
     };
-    query_ = take(places(kRows) * row_of(p_.head_dim));
-    grad_out_ = take(places(kRows) * row_of(p_.value_dim));
-    keys_ = take(kMostKeyPlaces * row_of(p_.head_dim));
-    tile_of_rows_ = take(kBackwardBlockKeys * places(kRows));
-    tile_of_keys_ = take(kMostKeyPlaces * kRows);
+    query_ = take(kRowPlaces * row_of(p_.head_dim));
+    grad_out_ = take(kRowPlaces * row_of(p_.value_dim));
+    keys_ = take(kKeyPlaces * row_of(p_.head_dim));
+    tile_of_rows_ = take(kBackwardBlockKeys * kRowPlaces);
+    tile_of_keys_ = take(kKeyPlaces * kRows);
   }
 
   void load_rows() {
@@ -89,8 +88,8 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
     const bool finite = pack_keys(keys, stride, count);
     const int64_t row = row_of(p_.head_dim);
     work_.seen.for_each_part([&](int first_vector, auto vectors, KeyRange seen) {
-      const int64_t r = first_vector * S::kWidth, begin = places(seen.begin);
-      int64_t depth = places(seen.end) - begin;
+      const int64_t r = first_vector * S::kWidth, begin = UnitsOfKeys::places(seen.begin);
+      int64_t depth = UnitsOfKeys::places(seen.end) - begin;
       round_keys<vectors()>(work_.ds_tile + r, seen, tile_of_keys_ + r, !partial);
       if (!partial) ++depth;
       multiply_add<BFloat16Pair, vectors()>(p_.head_dim, depth, keys_ + begin * row, UnitStride{},
@@ -107,18 +106,24 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
   using Base::key_sums_, Base::p_, Base::value_sums_, Base::work_;
   using Pairs = Simd<BFloat16Pair>;
 
-  static constexpr int kUnit = 16;    // rows or keys
-  static constexpr int kWholeOf = 3;  // one of so many units is two numbers
+  static constexpr int kUnit = 16;  // rows or keys
   static constexpr int kPairs = kUnit / 2;
 
-  static constexpr bool is_whole(int64_t unit) { return unit % kWholeOf == 0; }
+  /// One of kWholeOf units is two numbers.
+  template <int kWholeOf>
+  struct Units {
+    static constexpr bool is_whole(int64_t unit) { return unit % kWholeOf == 0; }
 
-  /// Of the pairs of so many rows or keys, the last unit filled up.
-  static constexpr int64_t places(int64_t count) {
-    const int64_t units = (count + kUnit - 1) / kUnit;
-    return (units + (units + kWholeOf - 1) / kWholeOf) * kPairs;
-  }
-  static constexpr int64_t kMostKeyPlaces = places(kBackwardBlockKeys) + 1;
+    /// Of the pairs of so many rows or keys, the last unit filled up.
+    static constexpr int64_t places(int64_t count) { return place_of((count + kUnit - 1) / kUnit); }
+    static constexpr int64_t place_of(int64_t unit) {
+      return (unit + (unit + kWholeOf - 1) / kWholeOf) * kPairs;
+    }
+  };
+  using UnitsOfRows = Units<3>;
+  using UnitsOfKeys = Units<2>;  // dQ errs by what the forward's rounded output says of dS, too
+  static constexpr int64_t kRowPlaces = UnitsOfRows::places(kRows);
+  static constexpr int64_t kKeyPlaces = UnitsOfKeys::places(kBackwardBlockKeys) + 1;
 
   /// Rows of pairs that a product reads a few columns at a time do not share the sets of a
   /// first-level cache.
@@ -127,27 +132,26 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
     return row % 64 == 0 ? row + S::kWidth : row;
   }
 
-  static int64_t place_of(int64_t unit) { return places(unit * kUnit); }
-
   /// What row_at gives for 0 .. count in pairs of two, where units are whole in two places.
-  template <class RowAt>
+  template <class Units, class RowAt>
   static void pack(int64_t count, int64_t width, RowAt row_at, BFloat16Pair* to) {
     const int64_t row = row_of(width);
     const auto number = [&](int64_t r) { return r < count ? row_at(r) : nullptr; };
     for (int64_t r = 0; r < count; r += kUnit) {
       for (int i = 0; i < kPairs; ++i, to += row) {
         interleave(number(r + 2 * i), number(r + 2 * i + 1), width, to);
-        if (is_whole(r / kUnit)) __builtin_memcpy(to + kPairs * row, to, row * sizeof(*to));
+        if (Units::is_whole(r / kUnit)) __builtin_memcpy(to + kPairs * row, to, row * sizeof(*to));
       }
-      if (is_whole(r / kUnit)) to += kPairs * row;
+      if (Units::is_whole(r / kUnit)) to += kPairs * row;
     }
   }
 
   /// The sum of packed rows in a vector of columns.
+  template <class Units>
   static typename S::Number sum_of(int64_t count, int64_t row, const BFloat16Pair* packed) {
     auto sum = S::zero();
     for (int64_t unit = 0; unit * kUnit < count; ++unit) {
-      const BFloat16Pair* pairs = packed + place_of(unit) * row;
+      const BFloat16Pair* pairs = packed + Units::place_of(unit) * row;
       for (int i = 0; i < kPairs; ++i) sum = Pairs::add(Pairs::load(pairs + i * row), sum);
     }
     return sum;
@@ -159,20 +163,20 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
   QKV_ONE_COPY bool pack_rows(const Operand<const float>& x, int64_t width, BFloat16Pair* to) {
     const auto rows = work_.tile.template stored_rows_in<BFloat16>(x);
     const int64_t count = work_.tile.rows;
-    pack(
+    pack<UnitsOfRows>(
         count, width, [&](int64_t r) { return rows[static_cast<int>(r)]; }, to);
-    return keep_finite(count, width, to);
+    return keep_finite<UnitsOfRows>(count, width, to);
   }
 
   /// A block of keys, their mean after them. Are all finite? Those that are not become zeros.
   QKV_ONE_COPY bool pack_keys(const BFloat16* first, int64_t stride, int count) {
     const int64_t row = row_of(p_.head_dim);
-    pack(
+    pack<UnitsOfKeys>(
         count, p_.head_dim, [&](int64_t k) { return first + k * stride; }, keys_);
-    const bool finite = keep_finite(count, p_.head_dim, keys_);
-    BFloat16Pair* means = keys_ + places(count) * row;
+    const bool finite = keep_finite<UnitsOfKeys>(count, p_.head_dim, keys_);
+    BFloat16Pair* means = keys_ + UnitsOfKeys::places(count) * row;
     for (int64_t d = 0; d < p_.head_dim; d += S::kWidth) {
-      const auto sum = sum_of(count, row, keys_ + d);
+      const auto sum = sum_of<UnitsOfKeys>(count, row, keys_ + d);
       const auto mean = S::select(S::equal(sum * S::zero(), S::zero()), sum, S::zero()) *
                         S::set(1.0f / static_cast<float>(count));
       const auto most = most_of(mean);
@@ -181,14 +185,15 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
     return finite;
   }
 
+  template <class Units>
   static bool keep_finite(int64_t count, int64_t width, BFloat16Pair* packed) {
     auto zeros = S::zero();  // or NaN
     const int64_t row = row_of(width);
     for (int64_t d = 0; d < width; d += S::kWidth) {
-      zeros = S::fma(sum_of(count, row, packed + d), S::zero(), zeros);
+      zeros = S::fma(sum_of<Units>(count, row, packed + d), S::zero(), zeros);
     }
     if (S::bits_of(S::equal(zeros, S::zero())) == 0xffff) return true;
-    set_non_finite_to_zero(places(count) * row, packed);
+    set_non_finite_to_zero(Units::places(count) * row, packed);
     return false;
   }
 
@@ -202,12 +207,13 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
   void add_product(const float* tile, const BFloat16Pair* rows, int64_t row, int64_t first_key,
                    int count, KeySums<float>& sums) {
     work_.seen.for_each_strip(count, [&](KeyRange seen, int r, int rows_seen) {
-      BFloat16Pair* rounded = tile_of_rows_ + seen.begin * places(kRows);
-      const int64_t begin = places(r);
+      BFloat16Pair* rounded = tile_of_rows_ + seen.begin * kRowPlaces;
+      const int64_t begin = UnitsOfRows::places(r);
       round_rows(tile + seen.begin * kRows, seen.end - seen.begin, r, rows_seen, rounded);
-      multiply_add_rows<BFloat16Pair, places(kRows)>(
-          seen.end - seen.begin, places(r + rows_seen) - begin, rounded + begin, rows + begin * row,
-          row, sums.width, sums.to_add_to(first_key + seen.begin, first_key + seen.end));
+      multiply_add_rows<BFloat16Pair, kRowPlaces>(
+          seen.end - seen.begin, UnitsOfRows::places(r + rows_seen) - begin, rounded + begin,
+          rows + begin * row, row, sums.width,
+          sums.to_add_to(first_key + seen.begin, first_key + seen.end));
     });
   }
 
@@ -215,9 +221,9 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
   static void round_rows(const float* tile, int64_t keys, int r, int rows, BFloat16Pair* to) {
     for (int64_t v = r / kUnit; v * kUnit < r + rows; ++v) {
       const float* from = tile + v * kUnit;
-      auto* halves = reinterpret_cast<uint16_t*>(to + place_of(v));
-      constexpr int64_t kNext = 2 * places(kRows);
-      if (is_whole(v)) {
+      auto* halves = reinterpret_cast<uint16_t*>(to + UnitsOfRows::place_of(v));
+      constexpr int64_t kNext = 2 * kRowPlaces;
+      if (UnitsOfRows::is_whole(v)) {
         for (int64_t k = 0; k < keys; ++k, from += kRows, halves += kNext) {
           const auto x = S::load(from), most = most_of(x);
           _mm512_storeu_si512(halves, Pairs::halves(most, x - most));
@@ -240,8 +246,8 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
       };
       auto all = S::zero(), rounded = S::zero();
       for (int64_t unit = keys.begin / kUnit; unit * kUnit < keys.end; ++unit) {
-        BFloat16Pair* pairs = to + place_of(unit) * kRows;
-        const bool whole = is_whole(unit);
+        BFloat16Pair* pairs = to + UnitsOfKeys::place_of(unit) * kRows;
+        const bool whole = UnitsOfKeys::is_whole(unit);
         for (int i = 0; i < kPairs; ++i, pairs += kRows) {
           const int64_t k = unit * kUnit + 2 * i;
           const auto first = number(k), second = number(k + 1);
@@ -260,7 +266,7 @@ class RoundedGradients : public GradientProducts<Scores, kVectors> {
       }
       if (!rest) continue;
       const auto lacks = all - rounded;
-      Pairs::store(to + places(keys.end) * kRows, Pairs::round(lacks, lacks));
+      Pairs::store(to + UnitsOfKeys::places(keys.end) * kRows, Pairs::round(lacks, lacks));
     }
   }
 
