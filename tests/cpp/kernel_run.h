@@ -38,7 +38,6 @@ struct Shape {
   bool keys_far_apart = false, values_far_apart = false;  // rows that kernels copy
   bool has_nan = false;  // in float16 values of 4 keys after the last that a causal mask keeps
   double scale = 0.3;
-  double mean_of_keys = 0.0;
   bool few_rows_in_tiles = false;  // in the backward, as for the mask's gradient
 
   bool has_softcap() const { return options || capped; }
@@ -248,7 +247,6 @@ class KernelRun {
     };
     fill(q_, s_.heads * s_.queries * s_.head_dim);
     fill(k_, s_.kv_heads * s_.keys * s_.head_dim);
-    for (T& x : k_) x += static_cast<T>(s_.mean_of_keys);
     fill(v_, s_.kv_heads * s_.keys * s_.value_dim);
     fill(g_, s_.heads * s_.queries * s_.value_dim);
     fill(slopes_, s_.heads);

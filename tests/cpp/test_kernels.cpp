@@ -364,9 +364,8 @@ TEST_P(Kernels, FewRowsOfBFloat16) {
   }
 }
 
-/// By those that multiply in it, if there are any, and by those that convert it. Exact but with
-/// AVX512-BF16, where tiles are rounded if there are 128 keys: all along the directions, else, of
-/// more than 16 rows, two thirds of them.
+/// By those that multiply in it, if there are any, and by those that convert it. Exact but along
+/// the directions with AVX512-BF16, where tiles are rounded if there are 128 keys.
 TEST_P(Kernels, DerivativesOfBFloat16) {
   const Converting converting(*table_);
   const OfHalf multiplying{nullptr, table_->bfloat16_backward, table_->bfloat16_tangents};
@@ -393,26 +392,16 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
         const auto errors = KernelRun<float>(*table_, shape, splits, kernels).errors(0x1p-8);
         const std::string what = "queries " + std::to_string(shape.queries) + " keys " +
                                  std::to_string(shape.keys) + " splits " + std::to_string(splits);
+        // Sums of up to 300 numbers, which are cut off at 2^-16 where AMX multiplies them.
+        EXPECT_LT(errors.gradients, 2e-4) << what;
+        EXPECT_LT(errors.output, 2e-4) << what;
         const bool rounds = kernels.tangents == table_->bfloat16_tangents &&
                             std::string(table_->isa) == "avx512_bf16" && shape.keys >= 128;
-        // Sums of up to 300 numbers, which are cut off at 2^-16 where AMX multiplies them.
-        EXPECT_LT(errors.gradients, rounds && rows_of_head(shape) > 16 ? 0.02 : 2e-4) << what;
-        EXPECT_LT(errors.output, 2e-4) << what;
         const double bound = shape.head_dim > 256 ? 5e-4 : 2e-4;  // scores grow with it
         EXPECT_LT(errors.along, rounds ? 0.05 : bound) << what;
       }
     }
   }
-}
-
-/// Gradients of scores add up to 0 over the keys, so that what all keys have in common cancels out
-/// of dQ: also if they are rounded, where rows take in whole blocks of keys.
-TEST_P(Kernels, WhatKeysHaveInCommonCancels) {
-  const OfHalf multiplying{nullptr, table_->bfloat16_backward, table_->bfloat16_tangents};
-  if (multiplying.backward == nullptr) GTEST_SKIP() << "has none";
-  Shape shape{1, 1, 96, 300, 64, 16, {-1, -1, 0}};
-  shape.mean_of_keys = 32.0;
-  EXPECT_LT((KernelRun<float>(*table_, shape, 1, multiplying).errors(0x1p-8).gradients), 0.01);
 }
 
 INSTANTIATE_TEST_SUITE_P(Isa, Kernels,

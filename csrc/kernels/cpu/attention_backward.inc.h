@@ -53,7 +53,7 @@ inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
   return params.splits * backward_row_tiles(p) * p.head_dim * backward_vectors(p) * Simd<T>::kWidth;
 }
 
-template <class Scores, template <class, int> class Gradients, class T>
+template <class Scores, class T>
 inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   const Problem<T>& p = params.problem;
   const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
@@ -61,15 +61,16 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
       (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
   using Tile = BackwardTile<Scores, kBackwardVectors>;
   const int64_t numbers =
-      Tile::scratch_numbers(p) + Gradients<Scores, kBackwardVectors>::scratch_numbers(p) +
+      Tile::scratch_numbers(p) + GradientProducts<Scores, kBackwardVectors>::scratch_numbers(p) +
       p.head_dim * Tile::kRows + widths * longest_split + Tile::numbers_of_copies(p, longest_split);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
-template <class Scores, template <class, int> class Gradients, int kVectors, class T>
+template <class Scores, int kVectors, class T>
 inline void backward_split(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                            void* scratch) {
   using Work = BackwardTile<Scores, kVectors>;
+  using Gradients = GradientProducts<Scores, kVectors>;
   using S = Simd<T>;
   constexpr int kRows = Work::kRows;
   const Problem<T>& p = params.problem;
@@ -86,15 +87,14 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
   const bool whole = p.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
                      params.grad_mask.data != nullptr;
   Work work(params, static_cast<T*>(scratch), whole);
-  T* own_grad_query_t =  // [D][rows]
-      work.end_of_scratch + Gradients<Scores, kVectors>::scratch_numbers(p);
+  T* own_grad_query_t = work.end_of_scratch + Gradients::scratch_numbers(p);  // [D][rows]
   T* own_key_sums = own_grad_query_t + p.head_dim * kRows;  // [keys of the split][D]
   T* own_value_sums = own_key_sums + (keys.end - keys.begin) * key_width;
   T* copies_of_keys = own_value_sums + (keys.end - keys.begin) * value_width;
   KeySums<T> key_sums(p, head, keys, p.head_dim, p.scale, params.grad_key, own_key_sums);
   KeySums<T> value_sums(p, head, keys, p.value_dim, T(1), params.grad_value, own_value_sums);
-  Gradients<Scores, kVectors> gradients(work, need_key ? &key_sums : nullptr,
-                                        need_value ? &value_sums : nullptr, work.end_of_scratch);
+  Gradients gradients(work, need_key ? &key_sums : nullptr, need_value ? &value_sums : nullptr,
+                      work.end_of_scratch);
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
   alignas(64) T slope_gradient[kRows];
@@ -138,7 +138,7 @@ inline void backward_split(const BackwardParams<T>& params, int64_t first_head, 
         set_to_zero(grad_query_t, p.head_dim * kRows);
         has_grad_query = true;
       }
-      gradients.add_to_rows(n, block, partial, Sums<T>{grad_query_t, kRows, has_grad_query});
+      gradients.add_to_rows(block, partial, Sums<T>{grad_query_t, kRows, has_grad_query});
       has_grad_query = true;
     }
     if (need_query && !has_grad_query) set_to_zero(grad_query_t, p.head_dim * kRows);
@@ -205,11 +205,11 @@ inline void with_backward_vectors(const Problem<T>& problem, F f) {
 
 /// One split of one key/value head. Units count the splits of first_head, then of the next head;
 /// partial_grad_query begins with first_head.
-template <class Scores, template <class, int> class Gradients, class T>
+template <class Scores, class T>
 inline void attention_backward(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                                void* scratch) {
   with_backward_vectors(params.problem, [&](auto vectors) {
-    backward_split<Scores, Gradients, vectors()>(params, first_head, unit, scratch);
+    backward_split<Scores, vectors()>(params, first_head, unit, scratch);
   });
 }
 
@@ -224,12 +224,11 @@ inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, 
   });
 }
 
-/// Scores says how S and dP are multiplied (score_products.inc.h), Gradients how P and dS.
-template <class Scores, template <class, int> class Gradients = GradientProducts,
-          class T = typename Scores::Number>
+/// Scores says how S and dP are multiplied (score_products.inc.h).
+template <class Scores, class T = typename Scores::Number>
 constexpr BackwardKernels<T> make_backward_kernels() {
-  return {backward_row_tiles<T>,      backward_scratch_bytes<Scores, Gradients, T>,
-          partial_grad_query_size<T>, attention_backward<Scores, Gradients, T>,
+  return {backward_row_tiles<T>,      backward_scratch_bytes<Scores, T>,
+          partial_grad_query_size<T>, attention_backward<Scores, T>,
           sum_grad_query<T>,          mask_gradient_scratch_bytes<Scores, T>,
           mask_gradient<Scores, T>};
 }

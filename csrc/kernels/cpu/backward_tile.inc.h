@@ -36,7 +36,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   T* key_rows;                         // [keys][D], converted or spread
   Factor* key_lines;                   // [keys][D], copied: key_rows, if factors are numbers
   Factor* value_lines;                 // [keys][Dv], copied
-  Rows<Factor> key;                    // of the block
+  Rows<T> key;                         // of the block, after load_block, if dQ is asked for
   KeyRange copied{0, 0};               // keys that load_keys made copies of
   Rows<T> copied_keys, copied_values;  // from copied.begin on
   T* end_of_scratch;
@@ -74,13 +74,13 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   }
 
   /// Of copies of so many keys and their values, if several tiles of rows would convert or spread
-  /// them each. Pairs are read where they lie.
+  /// them each: of values only if they are multiplied in numbers.
   static int64_t numbers_of_copies(const Problem<T>& p, int64_t count) {
     const Storage storage = p.key_value_storage;
     const bool wanted = wants_copies<T>(p.key, storage) || wants_copies<T>(p.value, storage);
-    const bool several = rows_of_kv_head(p) > kBackwardVectors * S::kWidth;
-    if (!Scores::kInNumbers || !wanted || !several) return 0;
-    return count * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
+    if (!wanted || rows_of_kv_head(p) <= kBackwardVectors * S::kWidth) return 0;
+    return count *
+           (spread_row<T>(p.head_dim) + (Scores::kInNumbers ? spread_row<T>(p.value_dim) : 0));
   }
 
   /// Copies those of `keys` that any row sees to `to`, if there are numbers_of_copies.
@@ -88,10 +88,12 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     keys = keys_to_copy(p).intersection(keys);
     if (keys.empty()) return;
     const int64_t count = keys.end - keys.begin;
-    if (numbers_of_copies(p, count) == 0) return;
+    const bool reads_numbers = Scores::kInNumbers || params.grad_query.data != nullptr;
+    if (!reads_numbers || numbers_of_copies(p, count) == 0) return;
     const Storage storage = p.key_value_storage;
     copied = keys;
     copied_keys = copies_of_rows(tile, p.key, storage, keys.begin, count, p.head_dim, to);
+    if (!Scores::kInNumbers) return;
     copied_values = copies_of_rows(tile, p.value, storage, keys.begin, count, p.value_dim,
                                    to + count * spread_row<T>(p.head_dim));
   }
@@ -116,35 +118,33 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     const TileState state = Base::load_pairs(first_key, count);
     if (state == TileState::kEmpty) return state;
     const bool partial = state == TileState::kPartial;
+    const bool has_copies = copied.begin <= first_key && first_key + count <= copied.end;
+    const int64_t of_copies = first_key - copied.begin;
     const auto lines_of = [&](const Operand<const T>& x, int64_t width, const Rows<T>& copies,
                               Factor* to) {
       if constexpr (Scores::kInNumbers) {
-        const bool has_copies = copied.begin <= first_key && first_key + count <= copied.end;
-        if (has_copies) return copies.from(first_key - copied.begin);
+        if (has_copies) return copies.from(of_copies);
       }
       return Scores::lines(tile, x, p.key_value_storage, first_key, count, width, to);
     };
-    key = lines_of(p.key, p.head_dim, copied_keys, key_lines);
+    const Rows<Factor> of_key = lines_of(p.key, p.head_dim, copied_keys, key_lines);
     const Rows<Factor> of_value = lines_of(p.value, p.value_dim, copied_values, value_lines);
+    if constexpr (Scores::kInNumbers) {
+      key = of_key;
+    } else if (params.grad_query.data != nullptr) {
+      key = has_copies ? copied_keys.from(of_copies)
+                       : rows_of_block(tile, p.key, p.key_value_storage, first_key, count,
+                                       p.head_dim, key_rows);
+    }
     if (partial && !whole) {
       seen.see_by_band(p, tile, first_key, count);
     } else {
       seen.see_all(tile, count, whole);
     }
     seen.for_each_piece(count, [&](int first_vector, auto vectors, KeyRange keys) {
-      load_piece<vectors()>(first_vector, first_key, of_value, keys, partial);
+      load_piece<vectors()>(first_vector, first_key, of_key, of_value, keys, partial);
     });
     return state;
-  }
-
-  /// The keys of the block as numbers, whose columns may be read a few at a time.
-  Rows<T> numbers_of_keys(int64_t first_key, int count) const {
-    if constexpr (Scores::kInNumbers) {
-      return spread_rows<T>(key, count, p.head_dim, key_rows);
-    } else {
-      return rows_of_block(tile, p.key, p.key_value_storage, first_key, count, p.head_dim,
-                           key_rows);
-    }
   }
 
   void add_slope_gradient(int64_t first_key, int count, T* sums) const {
@@ -158,13 +158,13 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 
  private:
   template <int kCount>
-  void load_piece(int first_vector, int64_t first_key, Rows<Factor> of_value, KeyRange range,
-                  bool partial) {
+  void load_piece(int first_vector, int64_t first_key, Rows<Factor> of_key, Rows<Factor> of_value,
+                  KeyRange range, bool partial) {
     const int count = static_cast<int>(range.end - range.begin),
               first_row = first_vector * S::kWidth;
     const int64_t first = range.begin * kRows + first_row;
     multiply_lines<kCount, /*kScaled=*/!Scores::kScales>(
-        count, Scores::depth(p.head_dim), key.from(range.begin), query_t + first_row, kRows,
+        count, Scores::depth(p.head_dim), of_key.from(range.begin), query_t + first_row, kRows,
         /*add=*/false, p.scale, p_tile + first);
     multiply_lines<kCount, /*kScaled=*/false>(count, Scores::depth(p.value_dim),
                                               of_value.from(range.begin), grad_out_t + first_row,

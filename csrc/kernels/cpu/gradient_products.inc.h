@@ -12,8 +12,6 @@
 //
 //     P, dS  keys [ rows -> ]   x   dO, Q  rows [ D -> ]     =   dV, dK  keys [ D -> ]
 //     Kᵀ       D  [ keys -> ]   x   dS     keys [ rows -> ]  =   dQᵀ       D [ rows -> ]
-//
-// Here in the numbers that sums are taken in; rounded_gradients.inc.h multiplies bfloat16.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -101,8 +99,8 @@ class GradientProducts {
   }
 
   /// Adds to dQᵀ[D][rows] of the tile, without the scale, or writes it if there is none yet.
-  void add_to_rows(int64_t first_key, int count, bool partial, Sums<T> grad_query_t) {
-    const Rows<T> key = work_.numbers_of_keys(first_key, count);
+  void add_to_rows(int count, bool partial, Sums<T> grad_query_t) {
+    const Rows<T> key = spread_rows<T>(work_.key, count, p_.head_dim, work_.key_rows);
     if (partial && !all_finite<T>(key.first, key.stride, count, p_.head_dim)) {
       multiply_add_kept_keys<T, kVectors>(count, p_.head_dim, key.first, key.stride, work_.ds_tile,
                                           work_.mask.bits, grad_query_t.first);
@@ -115,12 +113,6 @@ class GradientProducts {
           key.stride, work_.ds_tile + seen.begin * kRows + r, kRows, grad_query_t.from(0, r));
     });
   }
-
- protected:
-  const Work& work_;
-  const Problem<T>& p_;
-  KeySums<T>* key_sums_;
-  KeySums<T>* value_sums_;
 
  private:
   bool rows_finite() {
@@ -135,6 +127,10 @@ class GradientProducts {
     return rows_finite_;
   }
 
+  const Work& work_;
+  const Problem<T>& p_;
+  KeySums<T>* key_sums_;
+  KeySums<T>* value_sums_;
   T* packed_query_;     // [rows][D]
   T* packed_grad_out_;  // [rows][Dv]
   Rows<T> query_{}, grad_out_{};

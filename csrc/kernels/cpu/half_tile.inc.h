@@ -99,22 +99,4 @@ inline void add_non_finite(int keys, int64_t width, const Half* values, int64_t 
   }
 }
 
-/// c[k][d] += c.scale · sum over rows of pairs[k][r] · row_at(r)[d] for what is not finite in those
-/// rows, which has been left out of the product: for the pairs that are kept, or all if bits is
-/// nullptr.
-template <int kRows, class RowAt>
-inline void add_non_finite_rows(int keys, int rows, int64_t width, RowAt row_at, const float* pairs,
-                                const uint8_t* bits, Sums<float> c) {
-  for (int r = 0; r < rows; ++r) {
-    const auto* numbers = row_at(r);
-    for (int64_t d = 0; d < width; ++d) {
-      if (is_finite(numbers[d])) continue;
-      for (int k = 0; k < keys; ++k) {
-        if (bits != nullptr && (bits[k / 8 * kRows + r] >> (k % 8) & 1) == 0) continue;
-        c.first[k * c.row + d] += c.scale * (pairs[k * kRows + r] * static_cast<float>(numbers[d]));
-      }
-    }
-  }
-}
-
 }  // namespace qkv::kernels::QKV_ISA

@@ -8,7 +8,6 @@
 #include "kernels/cpu/bfloat16_source.inc.h"
 #include "kernels/cpu/few_rows_backward.inc.h"
 #include "kernels/cpu/in_pairs.inc.h"
-#include "kernels/cpu/rounded_gradients.inc.h"
 #include "kernels/cpu/rounded_products.inc.h"
 
 // Only the kernels of bfloat16 differ from those of AVX-512.
@@ -21,8 +20,8 @@ constexpr BackwardKernels<float> few_rows_backward_kernels =
     make_few_rows_backward_kernels<BFloat16Source>();
 constexpr HalfForwardKernels bfloat16_forward_kernels = {
     make_forward_kernels<BFloat16Source>(&few_rows_backward_kernels), BFloat16Source::takes};
-constexpr HalfBackwardKernels bfloat16_backward_kernels = {
-    make_backward_kernels<InPairs, RoundedGradients>(), takes_all};
+constexpr HalfBackwardKernels bfloat16_backward_kernels = {make_backward_kernels<InPairs>(),
+                                                           takes_all};
 constexpr HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<RoundedProducts>(),
                                                          takes_all};
 

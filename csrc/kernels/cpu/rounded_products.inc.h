@@ -72,11 +72,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
           keys.end - keys.begin, pairs_of(rows), tile_pairs_ + (keys.begin * kRows + r) / 2,
           packed_rows(y) + r / 2 * row, row, row, Sums<float>{c + keys.begin * row, row});
     });
-    if (rows_finite_[y]) return;
-    const uint8_t* bits = block_.state == TileState::kFull ? nullptr : block_.bits;
-    add_non_finite_rows<kRows>(
-        block_.keys, tile_->rows, m_.width(y), [&](int r) { return row_of_tile(y, r); }, a, bits,
-        Sums<float>{c, row});
+    if (!rows_finite_[y]) add_non_finite_rows(y, a, c);
   }
 
  private:
@@ -138,6 +134,25 @@ class RoundedProducts : public VectorProducts<InPairs> {
         S::store_bfloat16(halves + k * kRows + r, x);
       }
     }
+  }
+
+  /// What is not finite in Y, for the pairs that are kept.
+  void add_non_finite_rows(OfRows y, const float* a, float* c) const {
+    const int64_t width = m_.width(y), row = round_up_to_vector<float>(width);
+    for (int r = 0; r < tile_->rows; ++r) {
+      const BFloat16* numbers = row_of_tile(y, r);
+      for (int64_t d = 0; d < width; ++d) {
+        if (is_finite(numbers[d])) continue;
+        for (int k = 0; k < block_.keys; ++k) {
+          if (!keeps(k, r)) continue;
+          c[k * row + d] += a[k * kRows + r] * static_cast<float>(numbers[d]);
+        }
+      }
+    }
+  }
+
+  bool keeps(int k, int r) const {
+    return block_.state == TileState::kFull || (block_.bits[k / 8 * kRows + r] >> (k % 8) & 1) != 0;
   }
 
   BFloat16Pair* key_pairs_;   // [keys / 2][width], of a block
