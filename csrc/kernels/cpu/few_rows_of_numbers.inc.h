@@ -45,7 +45,7 @@ struct FewRowsOfNumbers {
       for (int k = 0; k < kKeys; ++k) {
         row[k] = key + (first + (k < count ? k : count - 1)) * key_row;
       }
-      for (int k = 0; k < count; ++k) next.fetch(first + k);
+      next.fetch(first, count);
       Number sum[kKeys * kRows];
       for (auto& s : sum) s = S::zero();
       const auto add = [&](int64_t d, auto load) __attribute__((always_inline)) {

@@ -217,10 +217,8 @@ class ForwardTile {
 
     QKV_INLINE void fetch(int64_t first, int count) const {
       if (!any) return;
-      for (int64_t k = first; k < first + count; ++k) {
-        values.fetch(k);
-        keys.fetch(k);
-      }
+      values.fetch(first, count);
+      keys.fetch(first, count);
     }
   };
 

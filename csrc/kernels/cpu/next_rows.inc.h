@@ -13,9 +13,13 @@ struct NextRows {
   int64_t width;   // bytes of one
   int64_t count;
 
-  QKV_INLINE void fetch(int64_t k) const {
-    if (k >= count) return;
-    for (int64_t b = 0; b < width; b += 64) __builtin_prefetch(first + k * stride + b, 0, 2);
+  /// Those of k .. k + some that there are.
+  QKV_INLINE void fetch(int64_t k, int64_t some = 1) const {
+    const int64_t end = k + some < count ? k + some : count;
+    const char* row = first + k * stride;
+    for (; k < end; ++k, row += stride) {
+      for (int64_t b = 0; b < width; b += 64) __builtin_prefetch(row + b, 0, 2);
+    }
   }
 };
 
