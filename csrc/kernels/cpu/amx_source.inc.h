@@ -84,6 +84,7 @@ class AmxSource {
   static constexpr int kVectors = 4;  // of rows in a tile
   static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kRoundsWeights = true;
+  static constexpr int kBlockKeys = kForwardBlockKeys;
   static constexpr int kFewRows = 0;
 
   static constexpr int64_t kBytesOfNumber = sizeof(Half);  // as K and V are multiplied
@@ -169,7 +170,9 @@ class AmxSource {
   /// bits is nullptr if all pairs are kept.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int first_row, const float*, const uint8_t* bits,
-                  float* out_t) {
+                  Sums<float> out) {
+    float* out_t = out.first;
+    if (!out.has_any) set_to_zero(out_t, out_rows(p_) * kRows);
     const int64_t first_block = first_key / kTileDepth, rows = Packed::out_rows(p_);
     const int64_t blocks = Packed::blocks(first_key + keys) - first_block;
     const int64_t block = Packed::rows_of_block(p_) * kTileDepth;
@@ -207,7 +210,7 @@ class AmxSource {
 
  private:
   /// Blocks of weights begin and end where those of Vᵀ do.
-  static constexpr int kWeightKeys = kForwardBlockKeys + kTileDepth;
+  static constexpr int kWeightKeys = kBlockKeys + kTileDepth;
 
   /// Where the scores of key k of a block go, beside those of the 16 before or after.
   float* product(int k) const { return products_ + k % (2 * kTileRows) * kRows; }

@@ -50,7 +50,7 @@ template <class Source, class T>
 inline int64_t keys_of_turn(const Problem<T>& p) {
   int64_t keys = kBytesOfTurn / (bytes_of_key<Source>(p) + 1) + 1;  // a key may have none
   if (keys > p.keys) keys = p.keys;
-  return (keys + kForwardBlockKeys - 1) / kForwardBlockKeys * kForwardBlockKeys;
+  return (keys + Source::kBlockKeys - 1) / Source::kBlockKeys * Source::kBlockKeys;
 }
 
 /// Whether K and V of a head do not stay in a second-level cache.
@@ -65,12 +65,15 @@ inline bool shares_turns(const Problem<T>& p) {
   return Source::Turn::bytes(p, 1) > 0;
 }
 
-/// Whether the first of so many tiles in turn reads K and V from far away.
+/// Whether tile t, the first of so many in turn, reads K and V from far away: those of a large
+/// head, or, as one of its first two tiles, which run at once on two threads, those of any.
 template <class Source, class T>
-inline bool first_tile_fetches(const Problem<T>& p, int64_t count) {
+inline bool first_tile_fetches(const Problem<T>& p, int64_t t, int64_t count) {
+  const int64_t tiles_before = RowTile<Source::kRows>::count_of_head(p) - (t + count);
+  const bool begins_head = tiles_before < 2 && p.keys > Source::kBlockKeys;
   const bool reads_stored =
       Source::prepared_bytes(p) == 0 && (count == 1 || !shares_turns<Source>(p));
-  return reads_stored && is_large_head<Source>(p);
+  return reads_stored && (begins_head || is_large_head<Source>(p));
 }
 
 /// How many tiles of a head take turns: as many as leave each of `threads` threads 8 units, or, of
@@ -204,7 +207,7 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   const int64_t count = tiles - first < in_turn ? tiles - first : in_turn;
   typename Source::Turn shared(p, memory + in_turn * Tile::bytes(p));
   for (int64_t i = 0; i < count; ++i, memory += Tile::bytes(p)) {
-    const bool fetches = i == 0 && first_tile_fetches<Source>(p, count);
+    const bool fetches = i == 0 && first_tile_fetches<Source>(p, first, count);
     tile[i] = new (memory) Tile(params, head, first + i, keys, fetches, shared, scratch);
   }
   const int64_t step = count == 1 ? p.keys : keys_of_turn<Source>(p);

@@ -28,6 +28,9 @@ class BFloat16Source {
   static constexpr int kVectors = kBFloat16Vectors;
   static constexpr int kRows = kVectors * S::kWidth;
   static constexpr bool kRoundsWeights = true;
+  /// Weights of 16 bits: those of twice as many keys stay in a first-level cache, and what they are
+  /// added to is loaded and stored half as often.
+  static constexpr int kBlockKeys = 2 * kForwardBlockKeys;
   static constexpr int kFewRows = FewRowsInPairs::kMostRows;
 
   static constexpr int64_t kBytesOfNumber = sizeof(BFloat16);  // as K and V are multiplied
@@ -53,8 +56,8 @@ class BFloat16Source {
     return column_pairs(p.head_dim, kRows) * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
   static int64_t block_bytes(const Problem<float>& p) {
-    const int64_t pairs = kForwardBlockKeys / 2 * (kRows + round_up_to_vector<float>(p.value_dim)) +
-                          kForwardBlockKeys * InPairs::depth(p.head_dim);
+    const int64_t pairs = kBlockKeys / 2 * (kRows + round_up_to_vector<float>(p.value_dim)) +
+                          kBlockKeys * InPairs::depth(p.head_dim);
     return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
   }
 
@@ -99,9 +102,8 @@ class BFloat16Source {
         values_(tile.stored_keys_of_head<BFloat16>(p_.value)),
         query_t_(static_cast<BFloat16Pair*>(own)),
         weights_(static_cast<BFloat16Pair*>(block)),
-        block_values_(weights_ + kForwardBlockKeys / 2 * kRows),
-        block_lines_(block_values_ +
-                     kForwardBlockKeys / 2 * round_up_to_vector<float>(p_.value_dim)) {
+        block_values_(weights_ + kBlockKeys / 2 * kRows),
+        block_lines_(block_values_ + kBlockKeys / 2 * round_up_to_vector<float>(p_.value_dim)) {
     pack_columns_in_pairs(tile, p_.query, p_.head_dim, query_t_);
   }
 
@@ -158,7 +160,8 @@ class BFloat16Source {
   /// after its Dv rows.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int first_row, const float*, const uint8_t* bits,
-                  float* out_t) const {
+                  Sums<float> out) const {
+    float* out_t = out.first;
     const int64_t row = p_.value.row_stride;
     const BFloat16* values = values_ + first_key * row;
     const bool poisoned = bits != nullptr && !all_finite<float>(values, row, keys, p_.value_dim);
@@ -174,14 +177,17 @@ class BFloat16Source {
     }
     float* sums = out_t + row_of_sums(p_) * kRows;
     for (int v = 0; v < kVectors; ++v, sums += S::kWidth) {
-      S::store(sums, S::load(sums) + sums_of_weights_[v]);
+      const auto so_far = out.has_any ? S::load(sums) : S::zero();
+      S::store(sums, so_far + sums_of_weights_[v]);
     }
     const BFloat16Pair* weights = weights_ + first_row;
+    const bool has_any = out.has_any;
     tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
         0, p_.value_dim, (keys + 1) / 2, pairs, UnitStride{},
         round_up_to_vector<float>(p_.value_dim), weights, kRows,
-        [=](int64_t d, int v)
-            __attribute__((always_inline)) { return S::load(out_t + d * kRows + v * S::kWidth); },
+        [=](int64_t d, int v) __attribute__((always_inline)) {
+          return has_any ? S::load(out_t + d * kRows + v * S::kWidth) : S::zero();
+        },
         each_vector([=](int64_t d, int v, S::Number x) __attribute__((always_inline)) {
           S::store(out_t + d * kRows + v * S::kWidth, x);
         }));

@@ -25,6 +25,7 @@ class ForwardSource
   static constexpr int kVectors = kForwardVectors;
   static constexpr int kRows = kVectors * Simd<T>::kWidth;
   static constexpr bool kRoundsWeights = false;
+  static constexpr int kBlockKeys = kForwardBlockKeys;
   /// Up to so many rows of a head have kernels of their own (few_rows.inc.h).
   static constexpr int kFewRows = FewRowsOfNumbers<T, T>::kMostRows;
 
@@ -48,7 +49,7 @@ class ForwardSource
   }
   static int64_t block_bytes(const Problem<T>& p) {
     const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-    return kForwardBlockKeys * spread_row<T>(widest) * static_cast<int64_t>(sizeof(T));
+    return kBlockKeys * spread_row<T>(widest) * static_cast<int64_t>(sizeof(T));
   }
 
   /// K and V of the keys that tiles take in turn, converted or spread once for all.
@@ -107,17 +108,18 @@ class ForwardSource
   /// bits is nullptr if all pairs are kept.
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int, const T* weights, const uint8_t* bits,
-                  T* out_t) const {
+                  Sums<T> out_t) const {
     const Rows<T> stored = turn_.has(first_key, keys)
                                ? turn_.value(first_key)
                                : rows_of(p_.value, first_key, keys, p_.value_dim);
     const Rows<T> v = spread_rows<T>(stored, keys, p_.value_dim, block_);
     if (bits != nullptr && !all_finite<T>(v.first, v.stride, keys, p_.value_dim)) {
+      if (!out_t.has_any) set_to_zero(out_t.first, out_rows(p_) * kRows);
       multiply_add_kept_keys<T, kVectors, kRows>(keys, p_.value_dim, v.first, v.stride, weights,
-                                                 bits, out_t);
+                                                 bits, out_t.first);
     } else {
       multiply_add<T, kVectors>(p_.value_dim, keys, v.first, UnitStride{}, v.stride, weights, kRows,
-                                Sums<T>{out_t, kRows});
+                                out_t);
     }
   }
 

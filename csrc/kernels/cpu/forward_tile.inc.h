@@ -20,7 +20,7 @@
 // Everything is kept transposed: the rows of the tile lie in the lanes of vectors, so that maxima
 // and sums over keys are vertical, and K and V are used as they lie in memory.
 //
-//              rows (lanes) ->                         for each block of kForwardBlockKeys keys:
+//              rows (lanes) ->                         for each block of Source::kBlockKeys keys:
 //     Qᵀ   D  [ ................ ]                      S = scale · K · Qᵀ      [keys][rows]
 //     S  keys [ ................ ]  one block           softcap, mask, ALiBi
 //                                                       P = exp(S - max)        in place
@@ -40,6 +40,8 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+/// Keys of a block, unless the source takes more; with masks it takes no more either, for it is
+/// blocks that masks leave out.
 constexpr int kForwardBlockKeys = 128;
 constexpr int kEdgeKeys = 16;
 
@@ -71,10 +73,10 @@ class ForwardTile {
   }
   /// What it needs for one block; the source's part comes after.
   static int64_t block_bytes(const Problem<T>& p) {
-    return 2 * kForwardBlockKeys * kRows * static_cast<int64_t>(sizeof(T)) + kBitBytes +
+    return 2 * Source::kBlockKeys * kRows * static_cast<int64_t>(sizeof(T)) + kBitBytes +
            Source::block_bytes(p);
   }
-  static constexpr int64_t kBitBytes = 2 * kForwardBlockKeys / 8 * kRows;
+  static constexpr int64_t kBitBytes = 2 * Source::kBlockKeys / 8 * kRows;
 
   /// Of the keys of `split`, those that some row sees. `fetches`: they come from memory, or from a
   /// cache that is far.
@@ -86,9 +88,9 @@ class ForwardTile {
         fetches_(fetches),
         out_t_(static_cast<T*>(own)),
         scores_(static_cast<T*>(block)),
-        mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * kForwardBlockKeys * kRows),
-              scores_ + kForwardBlockKeys * kRows},
-        stays_(mask_.bits + kForwardBlockKeys / 8 * kRows),
+        mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * Source::kBlockKeys * kRows),
+              scores_ + Source::kBlockKeys * kRows},
+        stays_(mask_.bits + Source::kBlockKeys / 8 * kRows),
         source_(params, tile, turn, out_t_ + Source::out_rows(p_) * kRows, mask_.bits + kBitBytes),
         any_(keys_of_any(p_.band, tile.first_query(), tile.last_query(), p_.keys)
                  .intersection(split)),
@@ -96,8 +98,9 @@ class ForwardTile {
         next_key_(first_of_eight(any_.begin)) {
     alibi_.load(p_, tile);
     drops_ = p_.dropout.threshold != 0;
+    const bool has_masks = p_.attn_mask.type != MaskType::kNone || p_.key_mask.data != nullptr;
+    block_keys_ = has_masks ? kForwardBlockKeys : Source::kBlockKeys;
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
-    set_to_zero(out_t_, Source::out_rows(p_) * kRows);
     for (auto& s : softmax_) s.clear();
   }
 
@@ -111,7 +114,7 @@ class ForwardTile {
     while (next_key_ < any_.end && next_key_ < end_of_keys) {
       const int64_t n = next_key_;
       // Blocks end where all rows begin to see the keys, and where they cease to.
-      int64_t end = n + kForwardBlockKeys < any_.end ? n + kForwardBlockKeys : any_.end;
+      int64_t end = n + block_keys_ < any_.end ? n + block_keys_ : any_.end;
       const int64_t begin_of_all = first_of_eight(all_.begin + 7);
       const int64_t end_of_all = first_of_eight(all_.end);
       if (n < begin_of_all && begin_of_all < end) end = begin_of_all;
@@ -124,6 +127,7 @@ class ForwardTile {
   /// [ out, not normalised | max | sum ] of each row, for merge().
   void write_partial(T* partial) {
     alignas(64) T max[kRows], sum[kRows], factor[kRows];
+    begin_sums();
     store_softmax(max, sum, factor);
     for (int r = 0; r < tile_.rows; ++r) {
       T* to = partial + r * partial_row(p_);
@@ -136,6 +140,7 @@ class ForwardTile {
   void write_results() {
     alignas(64) T max[kRows], sum[kRows], factor[kRows], normaliser[kRows], lse[kRows], rest[kRows];
     bool has_keys[kRows];
+    begin_sums();
     store_softmax(max, sum, factor);
     for (int r = 0; r < tile_.rows; ++r) has_keys[r] = sum[r] != T(0);
     for (int v = 0; v < Source::kVectors; ++v) {
@@ -176,6 +181,12 @@ class ForwardTile {
         if (sum[r] != T(0)) factor[r] = sum[r] / rounded_sum[r];
       }
     }
+  }
+
+  /// Zeros, if nothing has been summed yet.
+  void begin_sums() {
+    if (!has_sums_) set_to_zero(out_t_, Source::out_rows(p_) * kRows);
+    has_sums_ = true;
   }
 
   void add_block(int64_t first_key, int keys) {
@@ -281,10 +292,13 @@ class ForwardTile {
     }
     if (!weighed) weigh<kVectors>(first_key, keys, first_vector, scores, stays, next, weights);
     if (params_.out.data == nullptr) return;
+    // The first sums are written, if they are those of all rows.
+    if (kVectors < vectors_) begin_sums();
     const uint8_t* bits = mask_.bits + first_bits;
     source_.template add_values<kVectors>(first_key, keys, first_row, weights,
                                           state == TileState::kPartial ? bits : nullptr,
-                                          out_t_ + first_row);
+                                          Sums<T>{out_t_ + first_row, kRows, has_sums_});
+    has_sums_ = true;
   }
 
   template <int kVectors>
@@ -415,6 +429,7 @@ class ForwardTile {
       const auto too_small = S::less(softmax.limit(), block_max[v]);
       correction[v] = softmax.raise_max(S::select(too_small, block_max[v], softmax.max));
     }
+    if (!has_sums_) return;
     for (int64_t d = 0; d < Source::out_rows(p_); ++d) {
       for (int v = 0; v < kVectors; ++v) {
         T* o = out_t_ + d * kRows + (first_vector + v) * S::kWidth;
@@ -441,7 +456,9 @@ class ForwardTile {
   KeyRange any_;  // keys that some row sees
   KeyRange all_;  // keys that all rows see
   int64_t next_key_;
-  int vectors_;  // that have rows
+  int block_keys_;
+  int vectors_;            // that have rows
+  bool has_sums_ = false;  // in out_t_
   bool drops_;
   int passes_to_come_ = 0;  // before registers are tried
 };
