@@ -66,7 +66,7 @@ inline bool shares_turns(const Problem<T>& p) {
 }
 
 /// Whether tile t, the first of so many in turn, reads K and V from far away: those of a large
-/// head, or, as one of its first two tiles, which run at once on two threads, those of any.
+/// head, or those of any, as one of the two tiles that run first, at once on two threads.
 template <class Source, class T>
 inline bool first_tile_fetches(const Problem<T>& p, int64_t t, int64_t count) {
   const int64_t tiles_before = RowTile<Source::kRows>::count_of_head(p) - (t + count);
