@@ -73,15 +73,22 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
     lse_of_numbers.emplace(false, backward.problem, lse_of_forward, rest_of_forward);
     lse_of_numbers->tell(for_mask);
   }
+  // The fewer units, the fewer can add to a mask's gradient at a time.
+  if (!needs[3]) {
+    const kernels::Problem<T>& p = backward.problem;
+    backward.splits_of_unit =
+        splits_of_unit(of_splits.most_splits_of_unit(backward), backward.splits,
+                       p.batch * p.kv_heads, p.band.has_all());
+  }
   Workspace workspace;
   SplitPass<T, kernels::BackwardParams<T>> splits{};
   splits.what = Split::kKeys;
-  splits.splits = backward.splits;
+  splits.units = backward.units_of_head();
   splits.scratch_bytes = of_splits.backward_scratch_bytes(backward);
   splits.run = of_splits.backward;
   splits.needed = needs[0] || needs[1] || needs[2] || needs[4];
   splits.add_to_mask = owns_mask;
-  splits.sums = backward.splits > 1 && needs[0];
+  splits.sums = splits.units > 1 && needs[0];
   splits.partial = [](kernels::BackwardParams<T>& x) -> T*& { return x.partial_grad_query; };
   splits.partial_size = of_splits.partial_grad_query_size(backward);
   splits.sum_units = of_splits.backward_row_tiles(backward.problem);

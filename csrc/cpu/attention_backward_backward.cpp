@@ -110,7 +110,7 @@ void run_backward_backward(const Tensors& t, Workspace& workspace) {
   }
   SplitPass<T, kernels::SecondOrderParams<T>> splits{};
   splits.what = Split::kRows;
-  splits.splits = params.splits;
+  splits.units = params.splits;
   splits.scratch_bytes = tangents.second_order_scratch_bytes(params);
   splits.run = tangents.second_order;
   splits.needed = true;

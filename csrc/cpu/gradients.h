@@ -32,11 +32,25 @@ inline int64_t number_of_splits(int64_t length) { return std::clamp<int64_t>(len
 /// What a head is cut into.
 enum class Split { kKeys, kRows };
 
+/// How many splits one unit of work takes, at most `most`: the more the better, if threads are done
+/// as early. Neither `most` nor the number of splits depends on them.
+inline int64_t splits_of_unit(int64_t most, int64_t splits, int64_t heads, bool equally_long) {
+  const int64_t threads = at::get_num_threads();
+  const auto rounds = [&](int64_t units) { return (heads * units + threads - 1) / threads; };
+  int64_t best = 1;
+  for (int64_t of_unit = 2; of_unit <= most; of_unit *= 2) {
+    const int64_t units = (splits + of_unit - 1) / of_unit;
+    const bool alike = equally_long || units == 1 || heads * units >= 8 * threads;
+    if (alike && rounds(units) * splits <= rounds(splits) * units) best = of_unit;
+  }
+  return best;
+}
+
 /// A pass over all splits of all heads, and one that sums what they left in buffers.
 template <class T, class Params>
 struct SplitPass {
   Split what;
-  int64_t splits;  // of one key/value head
+  int64_t units;  // of one key/value head
   int64_t scratch_bytes;
   void (*run)(const Params&, int64_t first_head, int64_t unit, void* scratch);
   bool needed;       // by more than the mask's gradient
@@ -94,7 +108,7 @@ bool splits_may_add_to_mask(const kernels::BackwardParams<T>& backward, Split wh
   int64_t apart = splits * (mask.head_stride != 0 ? p.kv_heads : 1);
   for (int d = 0; d < p.batch_rank; ++d) apart *= mask.batch_stride[d] != 0 ? p.batch_size[d] : 1;
   const int64_t threads = at::get_num_threads();
-  const bool equally_long = what == Split::kRows || (p.band.left < 0 && p.band.right < 0);
+  const bool equally_long = what == Split::kRows || p.band.has_all();
   return threads == 1 || apart >= (equally_long ? 1 : 2) * threads;
 }
 
@@ -106,7 +120,7 @@ void run_splits(const kernels::BackwardParams<T>& backward, const Params& params
   // Buffers are kept for a few heads at a time, enough to occupy all threads.
   const int64_t units = 2 * static_cast<int64_t>(at::get_num_threads());
   const int64_t heads_of_wave =
-      pass.sums ? std::min(heads, (units + pass.splits - 1) / pass.splits) : heads;
+      pass.sums ? std::min(heads, (units + pass.units - 1) / pass.units) : heads;
   Params of_wave[2] = {params, params};  // with even and odd number
   if (pass.sums) {
     const int64_t size = heads_of_wave * pass.partial_size;
@@ -130,15 +144,15 @@ void run_splits(const kernels::BackwardParams<T>& backward, const Params& params
       together = static_cast<int64_t>(wave.groups.size());
     }
     waves.push_back(std::move(wave));
-    queue.add(together * pass.splits, pass.sums ? count * pass.sum_units : 0);
+    queue.add(together * pass.units, pass.sums ? count * pass.sum_units : 0);
   }
   const auto fill = [&](int64_t w, int64_t unit, void* scratch) {
     const auto run = [&](int64_t unit_of_heads) {
       pass.run(of_wave[w % 2], waves[w].first_head, unit_of_heads, scratch);
     };
     if (waves[w].groups.empty()) return run(unit);
-    for (const int64_t h : waves[w].groups[unit / pass.splits]) {
-      run(h * pass.splits + unit % pass.splits);
+    for (const int64_t h : waves[w].groups[unit / pass.units]) {
+      run(h * pass.units + unit % pass.units);
     }
   };
   const auto sum = [&](int64_t w, int64_t unit, void* scratch) {
@@ -154,7 +168,7 @@ void run_gradients(kernels::BackwardParams<T>& backward, const Params& params,
                    Workspace& workspace) {
   const kernels::Operand<T> grad_mask = backward.grad_mask;
   const bool mask_in_splits = of_splits.needed && of_splits.add_to_mask &&
-                              splits_may_add_to_mask(backward, of_splits.what, of_splits.splits);
+                              splits_may_add_to_mask(backward, of_splits.what, of_splits.units);
   if (!mask_in_splits) backward.grad_mask.data = nullptr;
   if (of_splits.needed) run_splits(backward, params, of_splits, workspace);
   if (mask_in_splits || grad_mask.data == nullptr) return;

@@ -63,6 +63,8 @@ struct Band {
   int64_t left;   // -1: unbounded
   int64_t right;  // -1: unbounded
   int64_t offset;
+
+  constexpr bool has_all() const { return left < 0 && right < 0; }
 };
 
 /// How numbers lie in memory: as they are computed with, or in 16 bits.
@@ -122,16 +124,20 @@ struct BackwardParams {
   Operand<T> grad_query;
   Operand<T> grad_key;
   Operand<T> grad_value;
-  // The keys are cut into `splits` ranges that are worked on independently; each leaves its share
-  // of grad_query in partial_grad_query, [head in this wave][split][row tile][D][row], summed
-  // afterwards in order.
+  // The keys are cut into `splits` ranges. A unit of work takes splits_of_unit of them, a power of
+  // two, one after the other; if a head has several units, each leaves its share of grad_query in
+  // partial_grad_query, [head in this wave][unit][row tile][D][row]. Shares are summed two and two,
+  // in the same order for any splits_of_unit.
   int64_t splits;
-  T* partial_grad_query;  // nullptr when splits == 1
+  int64_t splits_of_unit = 1;
+  T* partial_grad_query;  // nullptr when a head is one unit
   // Each row's share of the gradient of its head's slope, [split][B][Hq][M], or nullptr.
   T* slope_gradient_of_rows;
   // Of a float attn_mask, summed over the dimensions in which the mask is broadcast: those have
   // stride 0 here. Splits add to it; or it is left to a kernel of its own.
   Operand<T> grad_mask;
+
+  int64_t units_of_head() const { return (splits + splits_of_unit - 1) / splits_of_unit; }
 };
 
 /// The gradients of alibi_slopes and sinks before they are summed over the batch, (B, Hq) each.

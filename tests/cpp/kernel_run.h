@@ -350,7 +350,9 @@ class KernelRun {
     backward.lse_rest = lse_rest_.data();
     results_go_to(backward, dq_, dk_, dv_);
     backward.splits = splits;
-    run_backward(backward_after(&kernels_, kernels_, p), backward);
+    const BackwardKernels<T>& of_splits = backward_after(&kernels_, kernels_, p);
+    run_backward(of_splits, backward);
+    if (&of_splits == &kernels_) run_backward_in_longer_units(backward);
     run_tangents(kernels_, backward);
     if constexpr (sizeof(T) == 4) {
       if (of_half.backward != nullptr) run_in_bfloat16(of_half, backward);
@@ -361,8 +363,25 @@ class KernelRun {
     const auto partial =
         memory(s_.kv_heads * kernels.partial_grad_query_size(backward) * sizeof(T));
     backward.partial_grad_query = static_cast<T*>(partial.get());
-    run_splits(backward, backward.splits, kernels.backward_row_tiles(backward.problem),
+    run_splits(backward, backward.units_of_head(), kernels.backward_row_tiles(backward.problem),
                kernels.backward_scratch_bytes(backward), kernels.backward, kernels.sum_grad_query);
+  }
+
+  /// Again with several splits a unit, which must not change a bit.
+  void run_backward_in_longer_units(BackwardParams<T> backward) {
+    const auto dq = dq_, dk = dk_, dv = dv_;
+    const auto expect_same = [](const std::vector<T>& before, const std::vector<T>& after) {
+      EXPECT_EQ(0, std::memcmp(before.data(), after.data(), before.size() * sizeof(T)));
+    };
+    for (const int64_t of_unit : {2, 4}) {
+      if (backward.splits <= of_unit / 2) continue;
+      for (auto* x : {&dq_, &dk_, &dv_}) x->assign(x->size(), std::numeric_limits<T>::quiet_NaN());
+      backward.splits_of_unit = of_unit;
+      run_backward(kernels_, backward);
+      expect_same(dq, dq_);
+      expect_same(dk, dk_);
+      expect_same(dv, dv_);
+    }
   }
 
   /// `tiles`, or the backward of few rows that goes with a forward.
@@ -408,16 +427,16 @@ class KernelRun {
     }
   }
 
-  /// All splits of all heads, then the sums of what they left.
+  /// All units of all heads, then the sums of what they left.
   template <class Params>
-  void run_splits(const Params& params, int64_t splits, int64_t sum_units, int64_t scratch_bytes,
+  void run_splits(const Params& params, int64_t units_of_head, int64_t sum_units, int64_t scratch_bytes,
                   void (*run)(const Params&, int64_t, int64_t, void*),
                   void (*sum)(const Params&, int64_t, int64_t, void*)) {
     const auto scratch = memory(scratch_bytes);
-    for (int64_t unit = 0; unit < s_.kv_heads * splits; ++unit) {
+    for (int64_t unit = 0; unit < s_.kv_heads * units_of_head; ++unit) {
       run(params, 0, unit, scratch.get());
     }
-    for (int64_t unit = 0; splits > 1 && unit < s_.kv_heads * sum_units; ++unit) {
+    for (int64_t unit = 0; units_of_head > 1 && unit < s_.kv_heads * sum_units; ++unit) {
       sum(params, 0, unit, scratch.get());
     }
   }

@@ -412,20 +412,20 @@ inline void amx_backward(const BackwardParams<float>& params, int64_t first_head
   work.run(tiles, partial);
 }
 
-/// dQ of one tile of rows: the parts of all splits, added in order.
+/// dQ of one tile of rows, from the parts of all splits.
 inline void amx_sum_grad_query(const BackwardParams<float>& params, int64_t first_head,
-                               int64_t unit, void* scratch) {
+                               int64_t unit, void*) {
   const Problem<float>& p = params.problem;
   const int64_t tiles = amx_backward_row_tiles(p), size = amx_grad_query_size(p);
   const int64_t head = unit / tiles, t = unit % tiles;
-  float* sum = static_cast<float*>(scratch);
-  add_splits(params, head, tiles, t, size, sum);
+  const auto has_part = [](int64_t) { return true; };
+  const float* sum = sum_of_units(params, head, tiles, t, size, has_part);
   write_grad_query(params, RowTile<AmxBackwardMemory::kRows>::of_head(p, first_head + head, t),
                    sum);
 }
 
 constexpr HalfBackwardKernels make_amx_backward_kernels() {
-  return {{amx_backward_row_tiles, amx_backward_scratch_bytes, amx_partial_grad_query_size,
+  return {{amx_backward_row_tiles, one_split<float>, amx_backward_scratch_bytes, amx_partial_grad_query_size,
            amx_backward, amx_sum_grad_query, nullptr, nullptr},
           amx_backward_takes};
 }

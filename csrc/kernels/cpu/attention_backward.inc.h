@@ -12,10 +12,15 @@
 //     dV += P dO          dK += scale · dS Q            dQ += scale · dSᵀ K
 //                                       (gradient_products.inc.h)
 //
-// One unit of work is a range of keys ("split") of one key/value head: it owns dK and dV of its
-// keys and walks over all rows that see them. With several splits (their number is a function of
-// N alone) each leaves its part of dQ in a buffer of its own; sum_grad_query adds them in
-// order. So there are five products, no atomics, and the same bits on any number of threads.
+// The keys of a head are cut into ranges ("splits", their number a function of N alone). One unit of
+// work is a split, or several side by side where there are units enough for all threads: it owns dK
+// and dV of its keys and walks over all rows that see them. If a head has several units, each leaves
+// its part of dQ in a buffer of its own, and sum_grad_query adds them. So there are five products
+// and no atomics. The parts of splits are added two and two, in a unit and from the buffers alike,
+//
+//     ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
+//
+// so there are the same bits on any number of threads.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -33,6 +38,20 @@ inline KeyRange keys_of_split(const BackwardParams<T>& params, int64_t split) {
   return {begin, end < params.problem.keys ? end : params.problem.keys};
 }
 
+/// Splits of a unit, counted within its head.
+struct SplitRange {
+  int64_t begin, end;
+};
+template <class T>
+inline SplitRange splits_of_unit(const BackwardParams<T>& params, int64_t unit) {
+  const int64_t begin = unit * params.splits_of_unit, end = begin + params.splits_of_unit;
+  return {begin, end < params.splits ? end : params.splits};
+}
+template <class T>
+inline KeyRange keys_of_splits(const BackwardParams<T>& params, SplitRange splits) {
+  return {keys_of_split(params, splits.begin).begin, keys_of_split(params, splits.end - 1).end};
+}
+
 /// Vectors of rows in a tile: a function of the number of rows alone.
 template <class T>
 inline int backward_vectors(const Problem<T>& problem) {
@@ -46,11 +65,35 @@ inline int64_t backward_row_tiles(const Problem<T>& problem) {
   return (rows_of_kv_head(problem) + rows_of_tile - 1) / rows_of_tile;
 }
 
-/// How many numbers partial_grad_query takes for one key/value head: [split][row tile][D][rows].
+/// How many numbers partial_grad_query takes for one key/value head: [unit][row tile][D][rows].
 template <class T>
 inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
   const Problem<T>& p = params.problem;
-  return params.splits * backward_row_tiles(p) * p.head_dim * backward_vectors(p) * Simd<T>::kWidth;
+  return params.units_of_head() * backward_row_tiles(p) * p.head_dim * backward_vectors(p) *
+         Simd<T>::kWidth;
+}
+
+constexpr int64_t kMostSplitsOfUnit = 4;
+
+/// A unit of several splits loads the rows of a tile once for all of them and leaves one part of dQ.
+/// But what it reads and writes of its keys should not lie far behind a second-level cache.
+template <class T>
+inline int64_t most_splits_of_unit(const BackwardParams<T>& params) {
+  constexpr int64_t kBytes = int64_t{1} << 20;  // of K and V
+  const Problem<T>& p = params.problem;
+  const int64_t row = (p.head_dim + p.value_dim) * static_cast<int64_t>(sizeof(T));
+  int64_t most = 1;
+  while (most < kMostSplitsOfUnit && most < params.splits &&
+         2 * most * p.keys / params.splits * row <= kBytes) {
+    most *= 2;
+  }
+  return most;
+}
+
+/// Of kernels whose units are splits.
+template <class T>
+inline int64_t one_split(const BackwardParams<T>&) {
+  return 1;
 }
 
 template <class Scores, class T>
@@ -59,133 +102,200 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
   const int64_t longest_split =
       (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
+  const int64_t keys = params.splits_of_unit * longest_split;
   using Tile = BackwardTile<Scores, kBackwardVectors>;
   const int64_t numbers =
       Tile::scratch_numbers(p) + GradientProducts<Scores, kBackwardVectors>::scratch_numbers(p) +
-      p.head_dim * Tile::kRows + widths * longest_split + Tile::numbers_of_copies(p, longest_split);
+      params.splits_of_unit * p.head_dim * Tile::kRows + widths * keys +
+      Tile::numbers_of_copies(p, keys);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
-template <class Scores, int kVectors, class T>
-inline void backward_split(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
-                           void* scratch) {
+/// Parts begin .. end of `size` numbers, added up two and two where the first of them lies: part(i)
+/// says where, nullptr if there is none. So may be the sum.
+template <class T, class Part>
+inline T* sum_of_parts(int64_t begin, int64_t end, int64_t size, const Part& part) {
+  using S = Simd<T>;
+  if (end - begin == 1) return part(begin);
+  int64_t half = 1;
+  while (2 * half < end - begin) half *= 2;
+  T* const sum = sum_of_parts<T>(begin, begin + half, size, part);
+  T* const rest = sum_of_parts<T>(begin + half, end, size, part);
+  if (sum == nullptr || rest == nullptr) return sum == nullptr ? rest : sum;
+  for (int64_t x = 0; x < size; x += S::kWidth) {
+    S::store(sum + x, S::load(sum + x) + S::load(rest + x));
+  }
+  return sum;
+}
+
+/// dQᵀ of tile `t` of a head, `size` numbers: the parts of its units, of which those have one for
+/// which has_part(unit). Heads count from where partial_grad_query begins.
+template <class T, class HasPart>
+inline T* sum_of_units(const BackwardParams<T>& params, int64_t head, int64_t tiles, int64_t t,
+                       int64_t size, HasPart has_part) {
+  const int64_t units = params.units_of_head();
+  return sum_of_parts<T>(0, units, size, [&](int64_t unit) {
+    T* const part = params.partial_grad_query + ((head * units + unit) * tiles + t) * size;
+    return has_part(unit) ? part : nullptr;
+  });
+}
+
+/// dQ of a tile from dQᵀ, which may be nullptr if its rows see nothing; `zeros` has room for it.
+template <class T, int kRows>
+inline void unpack_grad_query(const BackwardParams<T>& params, const RowTile<kRows>& tile,
+                              const T* grad_query_t, T* zeros) {
+  const Problem<T>& p = params.problem;
+  if (grad_query_t == nullptr) {
+    set_to_zero(zeros, p.head_dim * kRows);
+    grad_query_t = zeros;
+  }
+  T scale_of_row[kRows];
+  for (auto& s : scale_of_row) s = p.scale;
+  tile.unpack_transposed(grad_query_t, p.head_dim, scale_of_row, params.grad_query,
+                         p.key_value_storage);
+}
+
+/// Some splits of a key/value head, all its rows.
+template <class Scores, int kVectors>
+class BackwardUnit {
+ public:
+  using T = typename Scores::Number;
   using Work = BackwardTile<Scores, kVectors>;
   using Gradients = GradientProducts<Scores, kVectors>;
   using S = Simd<T>;
-  constexpr int kRows = Work::kRows;
-  const Problem<T>& p = params.problem;
-  const int64_t head = first_head + unit / params.splits;
-  const int64_t split = unit % params.splits;
-  const int64_t tiles = backward_row_tiles(p);
-  const KeyRange keys = keys_of_split(params, split);
-  const int64_t key_width = round_up_to_vector<T>(p.head_dim);
-  const int64_t value_width = round_up_to_vector<T>(p.value_dim);
-  const bool need_query = params.grad_query.data != nullptr;
-  const bool need_key = params.grad_key.data != nullptr;
-  const bool need_value = params.grad_value.data != nullptr;
+  static constexpr int kRows = Work::kRows;
 
-  const bool whole = p.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
-                     params.grad_mask.data != nullptr;
-  Work work(params, static_cast<T*>(scratch), whole);
-  T* own_grad_query_t = work.end_of_scratch + Gradients::scratch_numbers(p);  // [D][rows]
-  T* own_key_sums = own_grad_query_t + p.head_dim * kRows;  // [keys of the split][D]
-  T* own_value_sums = own_key_sums + (keys.end - keys.begin) * key_width;
-  T* copies_of_keys = own_value_sums + (keys.end - keys.begin) * value_width;
-  KeySums<T> key_sums(p, head, keys, p.head_dim, p.scale, params.grad_key, own_key_sums);
-  KeySums<T> value_sums(p, head, keys, p.value_dim, T(1), params.grad_value, own_value_sums);
-  Gradients gradients(work, need_key ? &key_sums : nullptr, need_value ? &value_sums : nullptr,
-                      work.end_of_scratch);
-  T scale_of_row[kRows];
-  for (auto& s : scale_of_row) s = p.scale;
-  alignas(64) T slope_gradient[kRows];
-
-  for (int64_t t = 0; t < tiles; ++t) {
-    work.tile = RowTile<kRows>::of_head(p, head, t);
-    const RowTile<kRows>& tile = work.tile;
-    T* grad_query_t = params.splits == 1
-                          ? own_grad_query_t
-                          : params.partial_grad_query + (unit * tiles + t) * p.head_dim * kRows;
-    bool has_grad_query = false;
-
-    if (t == 0) work.load_keys(keys, copies_of_keys);
-
-    const KeyRange range = work.keys_of_rows().intersection(keys);
-    if (!range.empty()) {
-      work.load_rows();
-      gradients.load_rows();
+  BackwardUnit(const BackwardParams<T>& params, int64_t first_head, int64_t unit, void* scratch)
+      : params_(params),
+        p_(params.problem),
+        unit_(unit),
+        head_(first_head + unit / params.units_of_head()),
+        splits_(splits_of_unit(params, unit % params.units_of_head())),
+        work_(params, static_cast<T*>(scratch),
+              /*whole_tile=*/p_.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
+                  params.grad_mask.data != nullptr),
+        gradients_(work_, work_.end_of_scratch) {
+    own_parts_ = work_.end_of_scratch + Gradients::scratch_numbers(p_);
+    T* own = own_parts_ + params.splits_of_unit * p_.head_dim * kRows;
+    for (int64_t split = splits_.begin; split < splits_.end; ++split) {
+      const KeyRange keys = keys_of_split(params, split);
+      const int64_t i = split - splits_.begin;
+      key_sums_[i] = KeySums<T>(p_, head_, keys, p_.head_dim, p_.scale, params.grad_key, own);
+      own += (keys.end - keys.begin) * round_up_to_vector<T>(p_.head_dim);
+      value_sums_[i] = KeySums<T>(p_, head_, keys, p_.value_dim, T(1), params.grad_value, own);
+      own += (keys.end - keys.begin) * round_up_to_vector<T>(p_.value_dim);
     }
+    copies_of_keys_ = own;
+  }
 
+  void run() {
+    const int64_t tiles = backward_row_tiles(p_);
+    for (int64_t t = 0; t < tiles; ++t) {
+      work_.tile = RowTile<kRows>::of_head(p_, head_, t);
+      if (t == 0) work_.load_keys(keys_of_splits(params_, splits_), copies_of_keys_);
+      add_tile(t, tiles);
+    }
+    for (int64_t i = 0; i < splits_.end - splits_.begin; ++i) {
+      if (params_.grad_key.data != nullptr) key_sums_[i].write();
+      if (params_.grad_value.data != nullptr) value_sums_[i].write();
+    }
+  }
+
+ private:
+  void add_tile(int64_t t, int64_t tiles) {
+    const int64_t size = p_.head_dim * kRows;
+    const bool is_head = params_.units_of_head() == 1;
+    const bool needs_query = params_.grad_query.data != nullptr;
+    if (work_.sees(keys_of_splits(params_, splits_))) {
+      work_.load_rows();
+      gradients_.load_rows();
+    }
+    T* own = own_parts_;
+    T* to = is_head ? own : params_.partial_grad_query + (unit_ * tiles + t) * size;
+    const auto part = [&](int64_t split) -> T* {
+      add_split(split, to);
+      if (!needs_query || !work_.sees(keys_of_split(params_, split))) return nullptr;
+      T* const written = to;
+      to = own += size;
+      return written;
+    };
+    T* grad_query_t = sum_of_parts<T>(splits_.begin, splits_.end, size, part);
+    if (is_head && needs_query) {
+      unpack_grad_query(params_, work_.tile, grad_query_t, own_parts_);
+    }
+  }
+
+  /// dQᵀ of the keys of a split goes to grad_query_t, if they are seen.
+  void add_split(int64_t split, T* grad_query_t) {
+    const RowTile<kRows>& tile = work_.tile;
+    KeySums<T>& of_key = key_sums_[split - splits_.begin];
+    KeySums<T>& of_value = value_sums_[split - splits_.begin];
+    const bool needs_query = params_.grad_query.data != nullptr;
+    alignas(64) T slope_gradient[kRows];
     set_to_zero(slope_gradient, kRows);
+    bool has_grad_query = false;
+    const KeyRange range = work_.keys_of_rows().intersection(keys_of_split(params_, split));
     for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
       const int block =
           range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
-      const TileState state = work.load_block(n, block);
+      const TileState state = work_.load_block(n, block);
       if (state == TileState::kEmpty) continue;
       const bool partial = state == TileState::kPartial;
-      if (params.grad_mask.data != nullptr) {
-        add_to_mask(work.ds_tile, tile, params.grad_mask, n, block);
+      if (params_.grad_mask.data != nullptr) {
+        add_to_mask(work_.ds_tile, tile, params_.grad_mask, n, block);
       }
-      if (params.slope_gradient_of_rows != nullptr) {
-        work.add_slope_gradient(n, block, slope_gradient);
+      if (params_.slope_gradient_of_rows != nullptr) {
+        work_.add_slope_gradient(n, block, slope_gradient);
       }
-      if (p.softcap != T(0)) work.through_softcap(state, block);
+      if (p_.softcap != T(0)) work_.through_softcap(state, block);
 
-      gradients.add_to_keys(n, block, partial);
-      if (!need_query) continue;
-      // Vectors without a row are read where splits are summed, and nowhere else.
-      const bool writes_all = !partial && (params.splits == 1 || tile.rows > kRows - S::kWidth);
+      gradients_.add_to_keys(n, block, partial, of_key, of_value);
+      if (!needs_query) continue;
+      // Vectors without a row are read where parts are summed, and nowhere else.
+      const bool writes_all = !partial && (params_.splits == 1 || tile.rows > kRows - S::kWidth);
       if (!has_grad_query && !writes_all) {
-        set_to_zero(grad_query_t, p.head_dim * kRows);
+        set_to_zero(grad_query_t, p_.head_dim * kRows);
         has_grad_query = true;
       }
-      gradients.add_to_rows(block, partial, Sums<T>{grad_query_t, kRows, has_grad_query});
+      gradients_.add_to_rows(block, partial, Sums<T>{grad_query_t, kRows, has_grad_query});
       has_grad_query = true;
     }
-    if (need_query && !has_grad_query) set_to_zero(grad_query_t, p.head_dim * kRows);
-    if (params.slope_gradient_of_rows != nullptr) {
-      T* of_rows = params.slope_gradient_of_rows + split * p.batch * p.query_heads * p.queries;
-      for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p, r)] = slope_gradient[r];
+    if (needs_query && !range.empty() && !has_grad_query) {
+      set_to_zero(grad_query_t, p_.head_dim * kRows);
     }
-    if (need_query && params.splits == 1) {
-      tile.unpack_transposed(grad_query_t, p.head_dim, scale_of_row, params.grad_query,
-                             p.key_value_storage);
+    if (params_.slope_gradient_of_rows != nullptr) {
+      T* of_rows = params_.slope_gradient_of_rows + split * p_.batch * p_.query_heads * p_.queries;
+      for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p_, r)] = slope_gradient[r];
     }
   }
 
-  if (need_key) key_sums.write();
-  if (need_value) value_sums.write();
-}
+  const BackwardParams<T>& params_;
+  const Problem<T>& p_;
+  int64_t unit_, head_;
+  SplitRange splits_;
+  Work work_;
+  Gradients gradients_;
+  T* own_parts_;  // of dQᵀ of a tile, [split][D][rows]
+  KeySums<T> key_sums_[kMostSplitsOfUnit], value_sums_[kMostSplitsOfUnit];
+  T* copies_of_keys_;
+};
 
-/// sum = dQᵀ of tile `t` of a head, `size` numbers: the parts of all splits, added in order. Heads
-/// count from where partial_grad_query begins.
-template <class T>
-inline void add_splits(const BackwardParams<T>& params, int64_t head, int64_t tiles, int64_t t,
-                       int64_t size, T* sum) {
-  using S = Simd<T>;
-  for (int64_t split = 0; split < params.splits; ++split) {
-    const T* part = params.partial_grad_query + ((head * params.splits + split) * tiles + t) * size;
-    for (int64_t x = 0; x < size; x += S::kWidth) {
-      const auto so_far = split == 0 ? S::zero() : S::load(sum + x);
-      S::store(sum + x, so_far + S::load(part + x));
-    }
-  }
-}
-
-/// dQ of one tile of rows, of which each split left dQᵀ in `size` numbers.
+/// dQ of one tile of rows, of which each unit left dQᵀ in `size` numbers.
 template <class T, int kVectors>
-inline void sum_splits(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
-                       int64_t size, void* scratch) {
+inline void sum_tile(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
+                     void* scratch) {
   constexpr int kRows = kVectors * Simd<T>::kWidth;
   const Problem<T>& p = params.problem;
   const int64_t tiles = backward_row_tiles(p);
   const int64_t head = unit / tiles, t = unit % tiles;
   const auto tile = RowTile<kRows>::of_head(p, first_head + head, t);
-
-  T* sum = static_cast<T*>(scratch);
-  add_splits(params, head, tiles, t, size, sum);
-  T scale_of_row[kRows];
-  for (auto& s : scale_of_row) s = p.scale;
-  tile.unpack_transposed(sum, p.head_dim, scale_of_row, params.grad_query, p.key_value_storage);
+  const KeyRange seen = keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
+  const auto has_part = [&](int64_t of_head) {
+    const KeyRange keys = keys_of_splits(params, splits_of_unit(params, of_head));
+    return !seen.intersection(keys).empty();
+  };
+  const T* sum = sum_of_units(params, head, tiles, t, p.head_dim * kRows, has_part);
+  unpack_grad_query(params, tile, sum, static_cast<T*>(scratch));
 }
 
 /// Calls f with the number of vectors in a tile of this problem.
@@ -203,13 +313,13 @@ inline void with_backward_vectors(const Problem<T>& problem, F f) {
   }
 }
 
-/// One split of one key/value head. Units count the splits of first_head, then of the next head;
-/// partial_grad_query begins with first_head.
+/// Units count those of first_head, then of the next head; partial_grad_query begins with
+/// first_head.
 template <class Scores, class T>
 inline void attention_backward(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                                void* scratch) {
   with_backward_vectors(params.problem, [&](auto vectors) {
-    backward_split<Scores, vectors()>(params, first_head, unit, scratch);
+    BackwardUnit<Scores, vectors()>(params, first_head, unit, scratch).run();
   });
 }
 
@@ -219,17 +329,20 @@ template <class T>
 inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                            void* scratch) {
   with_backward_vectors(params.problem, [&](auto vectors) {
-    const int64_t size = params.problem.head_dim * vectors() * Simd<T>::kWidth;
-    sum_splits<T, vectors()>(params, first_head, unit, size, scratch);
+    sum_tile<T, vectors()>(params, first_head, unit, scratch);
   });
 }
 
 /// Scores says how S and dP are multiplied (score_products.inc.h).
 template <class Scores, class T = typename Scores::Number>
 constexpr BackwardKernels<T> make_backward_kernels() {
-  return {backward_row_tiles<T>,      backward_scratch_bytes<Scores, T>,
-          partial_grad_query_size<T>, attention_backward<Scores, T>,
-          sum_grad_query<T>,          mask_gradient_scratch_bytes<Scores, T>,
+  return {backward_row_tiles<T>,
+          most_splits_of_unit<T>,
+          backward_scratch_bytes<Scores, T>,
+          partial_grad_query_size<T>,
+          attention_backward<Scores, T>,
+          sum_grad_query<T>,
+          mask_gradient_scratch_bytes<Scores, T>,
           mask_gradient<Scores, T>};
 }
 

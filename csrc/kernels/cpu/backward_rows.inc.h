@@ -45,6 +45,8 @@ struct BackwardRows {
     return keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
   }
 
+  bool sees(KeyRange keys) const { return !keys_of_rows().intersection(keys).empty(); }
+
   /// dot_of_row(r) is <dO_r, O_r>.
   template <class Dot>
   void load_numbers(Dot dot_of_row) {

@@ -345,9 +345,10 @@ inline void few_rows_backward(const BackwardParams<T>& params, int64_t first_hea
 /// A unit is a key/value head, counted from first_head.
 template <class T>
 inline void sum_grad_query_of_few_rows(const BackwardParams<T>& params, int64_t first_head,
-                                       int64_t head, void* scratch) {
-  T* sum = static_cast<T*>(scratch);
-  add_splits(params, head, /*tiles=*/1, /*t=*/0, few_rows_grad_query_size(params.problem), sum);
+                                       int64_t head, void*) {
+  const auto has_part = [](int64_t) { return true; };
+  T* sum = sum_of_units(params, head, /*tiles=*/1, /*t=*/0,
+                        few_rows_grad_query_size(params.problem), has_part);
   write_grad_query_of_few_rows(params, first_head + head, sum);
 }
 
@@ -360,6 +361,7 @@ inline int64_t one_unit(const Problem<T>&) {
 template <class Source, class T = typename Source::Real>
 constexpr BackwardKernels<T> make_few_rows_backward_kernels() {
   return {one_unit<T>,
+          one_split<T>,
           few_rows_backward_scratch_bytes<Source, T>,
           few_rows_partial_grad_query_size<T>,
           few_rows_backward<Source, T>,

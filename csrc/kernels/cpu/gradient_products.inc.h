@@ -53,33 +53,34 @@ class GradientProducts {
     return kRows * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
   }
 
-  /// `work` is of the tile and the block; nullptr for a gradient that is not asked for.
-  GradientProducts(const Work& work, KeySums<T>* key_sums, KeySums<T>* value_sums, T* scratch)
+  /// `work` is of the tile and the block.
+  GradientProducts(const Work& work, T* scratch)
       : work_(work),
         p_(work.p),
-        key_sums_(key_sums),
-        value_sums_(value_sums),
+        needs_key_(work.params.grad_key.data != nullptr),
+        needs_value_(work.params.grad_value.data != nullptr),
         packed_query_(scratch),
         packed_grad_out_(scratch + kRows * spread_row<T>(p_.head_dim)) {}
 
   /// Of a tile whose rows `work` has loaded.
   void load_rows() {
     const Storage storage = p_.key_value_storage;
-    if (key_sums_ != nullptr) {
+    if (needs_key_) {
       query_ = rows_of_tile(work_.tile, p_.query, storage, p_.head_dim, packed_query_);
     }
-    if (value_sums_ != nullptr) {
+    if (needs_value_) {
       grad_out_ =
           rows_of_tile(work_.tile, work_.params.grad_out, storage, p_.value_dim, packed_grad_out_);
     }
     knows_finite_ = false;
   }
 
-  /// Adds to dV and dK of the keys first_key .. first_key + count.
-  void add_to_keys(int64_t first_key, int count, bool partial) {
+  /// Adds to dK and dV of the keys first_key .. first_key + count, if they are asked for.
+  void add_to_keys(int64_t first_key, int count, bool partial, KeySums<T>& of_key,
+                   KeySums<T>& of_value) {
     const auto for_each_gradient = [&](auto add) __attribute__((always_inline)) {
-      if (value_sums_ != nullptr) add(work_.p_tile, grad_out_, *value_sums_);
-      if (key_sums_ != nullptr) add(work_.ds_tile, query_, *key_sums_);
+      if (needs_value_) add(work_.p_tile, grad_out_, of_value);
+      if (needs_key_) add(work_.ds_tile, query_, of_key);
     };
     if (partial && !rows_finite()) {
       for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
@@ -120,8 +121,8 @@ class GradientProducts {
       const auto finite = [&](const Rows<T>& rows, int64_t width) {
         return all_finite<T>(rows.first, rows.stride, work_.tile.rows, width);
       };
-      rows_finite_ = (key_sums_ == nullptr || finite(query_, p_.head_dim)) &&
-                     (value_sums_ == nullptr || finite(grad_out_, p_.value_dim));
+      rows_finite_ = (!needs_key_ || finite(query_, p_.head_dim)) &&
+                     (!needs_value_ || finite(grad_out_, p_.value_dim));
       knows_finite_ = true;
     }
     return rows_finite_;
@@ -129,8 +130,7 @@ class GradientProducts {
 
   const Work& work_;
   const Problem<T>& p_;
-  KeySums<T>* key_sums_;
-  KeySums<T>* value_sums_;
+  bool needs_key_, needs_value_;
   T* packed_query_;     // [rows][D]
   T* packed_grad_out_;  // [rows][Dv]
   Rows<T> query_{}, grad_out_{};

@@ -44,18 +44,20 @@ class KeySums {
   int64_t width;  // of a row, whole vectors
   int64_t row;    // numbers from one to the next
 
+  KeySums() = default;
+
   /// `columns` are those of the gradient, `scratch` has room for all rows. What is added is
   /// multiplied by `scale` before.
   KeySums(const Problem<T>& p, int64_t head, KeyRange keys, int64_t columns, T scale,
           const Operand<T>& gradient, T* scratch)
       : width(round_up_to_vector<T>(columns)),
         row(width),
-        p_(p),
+        p_(&p),
         head_(head),
         keys_(keys),
         columns_(columns),
         scale_(scale),
-        gradient_(gradient),
+        gradient_(&gradient),
         first_(scratch),
         begun_(keys.begin) {
     in_place_ = gradient.data != nullptr && p.key_value_storage == Storage::kSame &&
@@ -78,7 +80,7 @@ class KeySums {
   /// To the gradient, unless they are there.
   void write() {
     clear_up_to(keys_.end);
-    if (!in_place_) write_rows_of_keys(p_, head_, keys_, columns_, first_, row, gradient_);
+    if (!in_place_) write_rows_of_keys(*p_, head_, keys_, columns_, first_, row, *gradient_);
   }
 
  private:
@@ -86,12 +88,12 @@ class KeySums {
     for (; begun_ < end; ++begun_) set_to_zero(first_ + (begun_ - keys_.begin) * row, width);
   }
 
-  const Problem<T>& p_;
+  const Problem<T>* p_;
   int64_t head_;
   KeyRange keys_;
   int64_t columns_;
   T scale_;
-  const Operand<T>& gradient_;
+  const Operand<T>* gradient_;
   T* first_;
   int64_t begun_;  // up to this key there are sums
   bool in_place_;
