@@ -78,12 +78,12 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
     const kernels::Problem<T>& p = backward.problem;
     backward.splits_of_unit =
         splits_of_unit(of_splits.most_splits_of_unit(backward), backward.splits,
-                       p.batch * p.kv_heads, p.band.has_all());
+                       p.batch * p.kv_heads, sees_all(p.band));
   }
   Workspace workspace;
   SplitPass<T, kernels::BackwardParams<T>> splits{};
   splits.what = Split::kKeys;
-  splits.units = backward.units_of_head();
+  splits.units = pieces(backward.splits, backward.splits_of_unit);
   splits.scratch_bytes = of_splits.backward_scratch_bytes(backward);
   splits.run = of_splits.backward;
   splits.needed = needs[0] || needs[1] || needs[2] || needs[4];

@@ -32,14 +32,19 @@ inline int64_t number_of_splits(int64_t length) { return std::clamp<int64_t>(len
 /// What a head is cut into.
 enum class Split { kKeys, kRows };
 
+inline bool sees_all(const kernels::Band& band) { return band.left < 0 && band.right < 0; }
+
+/// Units of a head, or rounds in which threads work on units.
+inline int64_t pieces(int64_t count, int64_t of_piece) { return (count + of_piece - 1) / of_piece; }
+
 /// How many splits one unit of work takes, at most `most`: the more the better, if threads are done
-/// as early. Neither `most` nor the number of splits depends on them.
+/// as early. Neither `most` nor the number of splits depends on the number of threads.
 inline int64_t splits_of_unit(int64_t most, int64_t splits, int64_t heads, bool equally_long) {
   const int64_t threads = at::get_num_threads();
-  const auto rounds = [&](int64_t units) { return (heads * units + threads - 1) / threads; };
+  const auto rounds = [&](int64_t units) { return pieces(heads * units, threads); };
   int64_t best = 1;
   for (int64_t of_unit = 2; of_unit <= most; of_unit *= 2) {
-    const int64_t units = (splits + of_unit - 1) / of_unit;
+    const int64_t units = pieces(splits, of_unit);
     const bool alike = equally_long || units == 1 || heads * units >= 8 * threads;
     if (alike && rounds(units) * splits <= rounds(splits) * units) best = of_unit;
   }
@@ -108,7 +113,7 @@ bool splits_may_add_to_mask(const kernels::BackwardParams<T>& backward, Split wh
   int64_t apart = splits * (mask.head_stride != 0 ? p.kv_heads : 1);
   for (int d = 0; d < p.batch_rank; ++d) apart *= mask.batch_stride[d] != 0 ? p.batch_size[d] : 1;
   const int64_t threads = at::get_num_threads();
-  const bool equally_long = what == Split::kRows || p.band.has_all();
+  const bool equally_long = what == Split::kRows || sees_all(p.band);
   return threads == 1 || apart >= (equally_long ? 1 : 2) * threads;
 }
 
@@ -119,8 +124,7 @@ void run_splits(const kernels::BackwardParams<T>& backward, const Params& params
   const int64_t heads = backward.problem.batch * backward.problem.kv_heads;
   // Buffers are kept for a few heads at a time, enough to occupy all threads.
   const int64_t units = 2 * static_cast<int64_t>(at::get_num_threads());
-  const int64_t heads_of_wave =
-      pass.sums ? std::min(heads, (units + pass.units - 1) / pass.units) : heads;
+  const int64_t heads_of_wave = pass.sums ? std::min(heads, pieces(units, pass.units)) : heads;
   Params of_wave[2] = {params, params};  // with even and odd number
   if (pass.sums) {
     const int64_t size = heads_of_wave * pass.partial_size;

@@ -63,8 +63,6 @@ struct Band {
   int64_t left;   // -1: unbounded
   int64_t right;  // -1: unbounded
   int64_t offset;
-
-  constexpr bool has_all() const { return left < 0 && right < 0; }
 };
 
 /// How numbers lie in memory: as they are computed with, or in 16 bits.
@@ -136,8 +134,6 @@ struct BackwardParams {
   // Of a float attn_mask, summed over the dimensions in which the mask is broadcast: those have
   // stride 0 here. Splits add to it; or it is left to a kernel of its own.
   Operand<T> grad_mask;
-
-  int64_t units_of_head() const { return (splits + splits_of_unit - 1) / splits_of_unit; }
 };
 
 /// The gradients of alibi_slopes and sinks before they are summed over the batch, (B, Hq) each.

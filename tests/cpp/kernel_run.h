@@ -363,7 +363,8 @@ class KernelRun {
     const auto partial =
         memory(s_.kv_heads * kernels.partial_grad_query_size(backward) * sizeof(T));
     backward.partial_grad_query = static_cast<T*>(partial.get());
-    run_splits(backward, backward.units_of_head(), kernels.backward_row_tiles(backward.problem),
+    const int64_t units = (backward.splits + backward.splits_of_unit - 1) / backward.splits_of_unit;
+    run_splits(backward, units, kernels.backward_row_tiles(backward.problem),
                kernels.backward_scratch_bytes(backward), kernels.backward, kernels.sum_grad_query);
   }
 
@@ -429,8 +430,8 @@ class KernelRun {
 
   /// All units of all heads, then the sums of what they left.
   template <class Params>
-  void run_splits(const Params& params, int64_t units_of_head, int64_t sum_units, int64_t scratch_bytes,
-                  void (*run)(const Params&, int64_t, int64_t, void*),
+  void run_splits(const Params& params, int64_t units_of_head, int64_t sum_units,
+                  int64_t scratch_bytes, void (*run)(const Params&, int64_t, int64_t, void*),
                   void (*sum)(const Params&, int64_t, int64_t, void*)) {
     const auto scratch = memory(scratch_bytes);
     for (int64_t unit = 0; unit < s_.kv_heads * units_of_head; ++unit) {

@@ -107,6 +107,30 @@ TEST(Invariance, BackwardOfFewRows) {
   at::set_num_threads(before);
 }
 
+/// With few threads a unit of the backward takes several of the ranges that keys are cut into.
+TEST(Invariance, BackwardOfManyKeys) {
+  const int before = at::get_num_threads();
+  const Tensor q = torch::randn({2, 300, 16}).requires_grad_(),
+               k = torch::randn({2, 2700, 16}).requires_grad_(),
+               v = torch::randn({2, 2700, 9}).requires_grad_(), grad = torch::randn({2, 300, 9});
+  const qkv::AttentionOptions all, causal = qkv::AttentionOptions().window(-1, 0),
+                                   window = qkv::AttentionOptions().window(700, 20);
+  for (auto options : {all, causal, window}) {
+    options.query_offset(2300);
+    const auto gradients = [&] {
+      const Tensor out = qkv::attention(q, k, v, options);
+      return Results{torch::autograd::grad({out}, {q, k, v}, {grad})};
+    };
+    at::set_num_threads(1);
+    const Results expected = gradients();
+    for (int threads : {2, 3, 5, 16}) {
+      at::set_num_threads(threads);
+      EXPECT_TRUE(gradients() == expected) << threads << " threads";
+    }
+  }
+  at::set_num_threads(before);
+}
+
 /// A flag of each thread, which those that help take over from the one that calls.
 TEST(Invariance, SubnormalNumbersThatCountAsZeros) {
   const int before = at::get_num_threads();

@@ -12,11 +12,12 @@
 //     dV += P dO          dK += scale · dS Q            dQ += scale · dSᵀ K
 //                                       (gradient_products.inc.h)
 //
-// The keys of a head are cut into ranges ("splits", their number a function of N alone). One unit of
-// work is a split, or several side by side where there are units enough for all threads: it owns dK
-// and dV of its keys and walks over all rows that see them. If a head has several units, each leaves
-// its part of dQ in a buffer of its own, and sum_grad_query adds them. So there are five products
-// and no atomics. The parts of splits are added two and two, in a unit and from the buffers alike,
+// The keys of a head are cut into ranges ("splits", their number a function of N alone). One unit
+// of work is a split, or several side by side where there are units enough for all threads: it owns
+// dK and dV of its keys and walks over all rows that see them. If a head has several units, each
+// leaves its part of dQ in a buffer of its own, and sum_grad_query adds them. So there are five
+// products and no atomics. The parts of splits are added two and two, in a unit and from the
+// buffers alike,
 //
 //     ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
 //
@@ -36,6 +37,11 @@ inline KeyRange keys_of_split(const BackwardParams<T>& params, int64_t split) {
   const int64_t begin = blocks * split / params.splits * kBackwardBlockKeys;
   const int64_t end = blocks * (split + 1) / params.splits * kBackwardBlockKeys;
   return {begin, end < params.problem.keys ? end : params.problem.keys};
+}
+
+template <class T>
+inline int64_t units_of_head(const BackwardParams<T>& params) {
+  return (params.splits + params.splits_of_unit - 1) / params.splits_of_unit;
 }
 
 /// Splits of a unit, counted within its head.
@@ -69,14 +75,14 @@ inline int64_t backward_row_tiles(const Problem<T>& problem) {
 template <class T>
 inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
   const Problem<T>& p = params.problem;
-  return params.units_of_head() * backward_row_tiles(p) * p.head_dim * backward_vectors(p) *
+  return units_of_head(params) * backward_row_tiles(p) * p.head_dim * backward_vectors(p) *
          Simd<T>::kWidth;
 }
 
 constexpr int64_t kMostSplitsOfUnit = 4;
 
-/// A unit of several splits loads the rows of a tile once for all of them and leaves one part of dQ.
-/// But what it reads and writes of its keys should not lie far behind a second-level cache.
+/// A unit of several splits loads the rows of a tile once for all of them and leaves one part of
+/// dQ. But what it reads and writes of its keys should not lie far behind a second-level cache.
 template <class T>
 inline int64_t most_splits_of_unit(const BackwardParams<T>& params) {
   constexpr int64_t kBytes = int64_t{1} << 20;  // of K and V
@@ -104,10 +110,10 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
       (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
   const int64_t keys = params.splits_of_unit * longest_split;
   using Tile = BackwardTile<Scores, kBackwardVectors>;
-  const int64_t numbers =
-      Tile::scratch_numbers(p) + GradientProducts<Scores, kBackwardVectors>::scratch_numbers(p) +
-      params.splits_of_unit * p.head_dim * Tile::kRows + widths * keys +
-      Tile::numbers_of_copies(p, keys);
+  const int64_t numbers = Tile::scratch_numbers(p) +
+                          GradientProducts<Scores, kBackwardVectors>::scratch_numbers(p) +
+                          params.splits_of_unit * p.head_dim * Tile::kRows + widths * keys +
+                          Tile::numbers_of_copies(p, keys);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
@@ -133,7 +139,7 @@ inline T* sum_of_parts(int64_t begin, int64_t end, int64_t size, const Part& par
 template <class T, class HasPart>
 inline T* sum_of_units(const BackwardParams<T>& params, int64_t head, int64_t tiles, int64_t t,
                        int64_t size, HasPart has_part) {
-  const int64_t units = params.units_of_head();
+  const int64_t units = units_of_head(params);
   return sum_of_parts<T>(0, units, size, [&](int64_t unit) {
     T* const part = params.partial_grad_query + ((head * units + unit) * tiles + t) * size;
     return has_part(unit) ? part : nullptr;
@@ -169,8 +175,8 @@ class BackwardUnit {
       : params_(params),
         p_(params.problem),
         unit_(unit),
-        head_(first_head + unit / params.units_of_head()),
-        splits_(splits_of_unit(params, unit % params.units_of_head())),
+        head_(first_head + unit / units_of_head(params)),
+        splits_(splits_of_unit(params, unit % units_of_head(params))),
         work_(params, static_cast<T*>(scratch),
               /*whole_tile=*/p_.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
                   params.grad_mask.data != nullptr),
@@ -204,7 +210,7 @@ class BackwardUnit {
  private:
   void add_tile(int64_t t, int64_t tiles) {
     const int64_t size = p_.head_dim * kRows;
-    const bool is_head = params_.units_of_head() == 1;
+    const bool is_head = units_of_head(params_) == 1;
     const bool needs_query = params_.grad_query.data != nullptr;
     if (work_.sees(keys_of_splits(params_, splits_))) {
       work_.load_rows();
