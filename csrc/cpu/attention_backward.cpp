@@ -77,8 +77,8 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   if (!needs[3]) {
     const kernels::Problem<T>& p = backward.problem;
     backward.splits_of_unit =
-        splits_of_unit(of_splits.most_splits_of_unit(backward), backward.splits,
-                       p.batch * p.kv_heads, sees_all(p.band));
+        best_splits_of_unit(of_splits.most_splits_of_unit(backward), backward.splits,
+                            p.batch * p.kv_heads, sees_all(p.band));
   }
   Workspace workspace;
   SplitPass<T, kernels::BackwardParams<T>> splits{};

@@ -38,15 +38,16 @@ inline bool sees_all(const kernels::Band& band) { return band.left < 0 && band.r
 inline int64_t pieces(int64_t count, int64_t of_piece) { return (count + of_piece - 1) / of_piece; }
 
 /// How many splits one unit of work takes, at most `most`: the more the better, if threads are done
-/// as early. Neither `most` nor the number of splits depends on the number of threads.
-inline int64_t splits_of_unit(int64_t most, int64_t splits, int64_t heads, bool equally_long) {
+/// as early. Units of different lengths even out only if each thread takes several. Results have
+/// the same bits whatever this is.
+inline int64_t best_splits_of_unit(int64_t most, int64_t splits, int64_t heads, bool equally_long) {
   const int64_t threads = at::get_num_threads();
   const auto rounds = [&](int64_t units) { return pieces(heads * units, threads); };
   int64_t best = 1;
   for (int64_t of_unit = 2; of_unit <= most; of_unit *= 2) {
     const int64_t units = pieces(splits, of_unit);
-    const bool alike = equally_long || units == 1 || heads * units >= 8 * threads;
-    if (alike && rounds(units) * splits <= rounds(splits) * units) best = of_unit;
+    const bool even = equally_long || units == 1 || heads * units >= 8 * threads;
+    if (even && rounds(units) * splits <= rounds(splits) * units) best = of_unit;
   }
   return best;
 }
