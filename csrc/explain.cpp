@@ -9,12 +9,26 @@ namespace qkv {
 
 namespace {
 
+bool has_sizes(const Operands& x) {
+  const auto are_numbers = [](const Tensor& operand) {
+    return !operand.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  };
+  return are_numbers(x.query) && are_numbers(x.key) && are_numbers(x.value);
+}
+
+/// The instruction set of a CPU kernel.
+const char* isa(const Operands& x) {
+  const bool chosen_by_sizes =
+      x.query.scalar_type() == at::kFloat && has_sizes(x) && x.key.size(-3) > 0;
+  return (chosen_by_sizes ? cpu::kernel_table_for(sizes_of<float>(x)) : cpu::kernel_table()).isa;
+}
+
 std::string kernel_name(const Call& call) {
   if (!call.unfused_reason.empty()) return "unfused reference: " + call.unfused_reason;
   const Tensor& query = call.operands.query;
   const auto name = c10::str("fused ", query.device().type(), ' ', dtype_name(query.scalar_type()));
   if (query.is_cuda()) return name + " simt";
-  return query.is_cpu() ? name + ' ' + cpu::kernel_table().isa : name;
+  return query.is_cpu() ? name + ' ' + isa(call.operands) : name;
 }
 
 /// What CPU kernels multiply for operands in 16 bits: their type where the processor can and sums
@@ -53,8 +67,7 @@ std::string description(const char* op, const Call& call) {
   const char* rest = fused ? "unfused reference formulas" : "unfused reference";
   out << "  third order        " << rest << '\n';
   out << "  jvp of a jvp       " << rest << '\n';
-  const bool has_sizes = !x.query.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-  if (fused && has_sizes && x.query.is_cpu() && has_16_bits(x.query)) {
+  if (fused && has_sizes(x) && x.query.is_cpu() && has_16_bits(x.query)) {
     out << "  products           " << products(x) << '\n';
   }
   out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)

@@ -22,8 +22,8 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
   std::vector<double> slopes(needs[4] ? heads : 0), sinks(needs[5] ? heads : 0);
   kernels::HeadGradientParams<T> params{backward, needs[4] ? slopes.data() : nullptr,
                                         needs[5] ? sinks.data() : nullptr};
-  for_each_unit(heads, 0,
-                [&](int64_t unit, void*) { kernels_for<T>().head_gradient(params, unit); });
+  const auto& kernels = kernels_for(backward.problem);
+  for_each_unit(heads, 0, [&](int64_t unit, void*) { kernels.head_gradient(params, unit); });
   if (needs[4]) sum_over_batch(slopes, x, grads[4]);
   if (needs[5]) sum_over_batch(sinks, x, grads[5]);
 }
@@ -50,7 +50,7 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
       needs[4] ? backward.splits * forward.lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
 
-  const auto& kernels = kernels_for<T>();
+  const auto& kernels = kernels_for(backward.problem);
   // The mask's gradient would need a pass with other scores.
   const kernels::BackwardKernels<T>* of_few_rows =
       needs[3] ? nullptr : few_rows_backward_for(backward.problem);

@@ -34,7 +34,7 @@ struct Tensors {
 /// The gradients of alibi_slopes and sinks, per head by a kernel.
 template <class T>
 void run_heads(const kernels::BackwardBackwardParams<T>& params, const Tensors& t) {
-  const auto& kernels = kernels_for<T>();
+  const auto& kernels = kernels_for(params.backward.problem);
   const int64_t heads = params.backward.problem.batch * params.backward.problem.query_heads;
   std::vector<double> of_heads(heads);
   if (t.needs[4]) {
@@ -73,7 +73,7 @@ void run_backward_backward(const Tensors& t, Workspace& workspace) {
   backward.grad_lse = t.grad_lse ? static_cast<const T*>(t.grad_lse->const_data_ptr()) : nullptr;
   second.lse_t = static_cast<const T*>(t.lse_t.const_data_ptr());
 
-  const auto& kernels = kernels_for<T>();
+  const auto& kernels = kernels_for(backward.problem);
   const kernels::TangentKernels<T>& tangents = tangent_kernels_for(backward.problem);
   const bool owns_mask = tangents.mask_gradient_t != nullptr;
   const kernels::TangentKernels<T>& of_mask = owns_mask ? tangents : kernels;

@@ -28,7 +28,7 @@ void run_jvp(const Operands& x, const Tangents& tangents, const Tensor& out, con
   params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
   params.lse_t = static_cast<T*>(lse_t.data_ptr());
   const kernels::TangentKernels<T>& kernels = tangent_kernels_for(params.problem);
-  const bool in_16_bits = &kernels != &kernels_for<T>();
+  const bool in_16_bits = &kernels != &kernels_for(params.problem);
   const LseOfDerivatives<T> lse_of_scores(in_16_bits, params.problem, params.lse, params.lse_rest);
   lse_of_scores.tell(params);
   const auto prepared =

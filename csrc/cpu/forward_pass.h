@@ -32,11 +32,12 @@ void forward_pass(const kernels::ForwardKernels<T>& kernels, kernels::ForwardPar
 
 /// The forward whose scores derivatives compute, to the bit: in 16 bits or in numbers.
 template <class T>
-const kernels::ForwardKernels<T>& forward_of_derivatives(bool in_16_bits) {
+const kernels::ForwardKernels<T>& forward_of_derivatives(bool in_16_bits,
+                                                         const kernels::Problem<T>& problem) {
   if constexpr (sizeof(T) == sizeof(float)) {
     if (in_16_bits) return *kernel_table().bfloat16_forward;
   }
-  return kernels_for<T>();
+  return kernels_for(problem);
 }
 
 /// The lse for derivatives, and what rounding took from it. It must come from their scores to the
@@ -49,7 +50,7 @@ class LseOfDerivatives {
   LseOfDerivatives(bool in_16_bits, const kernels::Problem<T>& problem, const T* lse_of_forward,
                    const T* rest_of_forward)
       : lse_(lse_of_forward), lse_rest_(rest_of_forward) {
-    const kernels::ForwardKernels<T>& kernels = forward_of_derivatives<T>(in_16_bits);
+    const kernels::ForwardKernels<T>& kernels = forward_of_derivatives(in_16_bits, problem);
     if (&kernels == &forward_kernels_for(problem) && kernels.has_scores_of_derivatives(problem)) {
       return;
     }

@@ -6,26 +6,38 @@
 
 namespace qkv::cpu {
 
-const kernels::CpuKernelTable& kernel_table() {
-  static const kernels::CpuKernelTable& table = []() -> const kernels::CpuKernelTable& {
+namespace {
+
+const kernels::ChosenKernels& chosen_kernels() {
+  static const kernels::ChosenKernels chosen = [] {
     const char* name = requested_cpu_isa();
-    const auto chosen = kernels::choose_cpu_kernels(name);
-    TORCH_CHECK_VALUE(chosen.choice != kernels::IsaChoice::kUnknownName, "qkv: QKV_CPU_ISA=", name,
+    const auto kernels = kernels::choose_cpu_kernels(name);
+    TORCH_CHECK_VALUE(kernels.choice != kernels::IsaChoice::kUnknownName, "qkv: QKV_CPU_ISA=", name,
                       " is not one of ", kernels::cpu_isa_names());
-    TORCH_CHECK_VALUE(chosen.choice != kernels::IsaChoice::kNotOnThisCpu, "qkv: QKV_CPU_ISA=", name,
-                      ", but this processor does not have it");
-    return *chosen.table;
+    TORCH_CHECK_VALUE(kernels.choice != kernels::IsaChoice::kNotOnThisCpu,
+                      "qkv: QKV_CPU_ISA=", name, ", but this processor does not have it");
+    return kernels;
   }();
-  return table;
+  return chosen;
+}
+
+}  // namespace
+
+const kernels::CpuKernelTable& kernel_table() { return *chosen_kernels().table; }
+
+const kernels::CpuKernelTable& kernel_table_for(const kernels::Problem<float>& problem) {
+  const kernels::CpuKernelTable* of_half_vectors = chosen_kernels().of_half_vectors;
+  const bool suits = of_half_vectors != nullptr && kernels::leaves_half_a_vector(problem);
+  return suits ? *of_half_vectors : kernel_table();
 }
 
 template <>
-const kernels::CpuKernels<float>& kernels_for<float>() {
-  return kernel_table().float32;
+const kernels::CpuKernels<float>& kernels_for(const kernels::Problem<float>& problem) {
+  return kernel_table_for(problem).float32;
 }
 
 template <>
-const kernels::CpuKernels<double>& kernels_for<double>() {
+const kernels::CpuKernels<double>& kernels_for(const kernels::Problem<double>&) {
   return kernel_table().float64;
 }
 

@@ -8,8 +8,12 @@ namespace qkv::cpu {
 /// The kernels for this processor, or those that QKV_CPU_ISA asks for; chosen at the first call.
 const kernels::CpuKernelTable& kernel_table();
 
+/// The same, or for float32 one whose vectors the rows of the problem fill better.
+const kernels::CpuKernelTable& kernel_table_for(const kernels::Problem<float>& problem);
+
+/// Those that compute in T.
 template <class T>
-const kernels::CpuKernels<T>& kernels_for();
+const kernels::CpuKernels<T>& kernels_for(const kernels::Problem<T>& problem);
 
 /// Those of the table's kernels that multiply in the operands' 16-bit type, if there are any for
 /// these; else nullptr.
@@ -31,7 +35,7 @@ const kernels::ForwardKernels<T>& forward_kernels_for(const kernels::Problem<T>&
     const auto* of_half = half_kernels_for(problem, table.bfloat16_forward, table.float16_forward);
     if (of_half != nullptr) return *of_half;
   }
-  return kernels_for<T>();
+  return kernels_for(problem);
 }
 template <class T>
 const kernels::BackwardKernels<T>& backward_kernels_for(const kernels::Problem<T>& problem) {
@@ -39,7 +43,7 @@ const kernels::BackwardKernels<T>& backward_kernels_for(const kernels::Problem<T
     const auto* of_half = half_kernels_for(problem, kernel_table().bfloat16_backward);
     if (of_half != nullptr) return *of_half;
   }
-  return kernels_for<T>();
+  return kernels_for(problem);
 }
 
 /// The backward that computes the forward's scores, where those are not the ones of derivatives;
@@ -56,7 +60,7 @@ const kernels::TangentKernels<T>& tangent_kernels_for(const kernels::Problem<T>&
     const auto* of_half = half_kernels_for(problem, kernel_table().bfloat16_tangents);
     if (of_half != nullptr) return *of_half;
   }
-  return kernels_for<T>();
+  return kernels_for(problem);
 }
 
 }  // namespace qkv::cpu

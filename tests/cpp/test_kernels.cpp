@@ -428,4 +428,24 @@ TEST(Isa, NamesAreChecked) {
   EXPECT_STREQ(choose_cpu_kernels("generic").table->isa, "generic");
 }
 
+TEST(Isa, VectorsHalfAsLongAreForThoseThatAskedForNone) {
+  for (const char* isa : {"generic", "avx2", "avx512", "avx512_bf16"}) {
+    EXPECT_EQ(choose_cpu_kernels(isa).of_half_vectors, nullptr) << isa;
+  }
+  const auto leave_half = [](int64_t query_heads, int64_t queries, int64_t head_dim) {
+    Problem<float> sizes{};
+    sizes.query_heads = query_heads;
+    sizes.kv_heads = 2;
+    sizes.queries = queries;
+    sizes.head_dim = head_dim;
+    return leaves_half_a_vector(sizes);
+  };
+  EXPECT_TRUE(leave_half(2, 24, 64));
+  EXPECT_TRUE(leave_half(6, 6, 128));
+  EXPECT_TRUE(leave_half(2, 8, 16));
+  EXPECT_FALSE(leave_half(2, 8, 64));  // multiplied along its columns
+  EXPECT_FALSE(leave_half(2, 4, 16));
+  for (const int64_t queries : {9, 16, 25, 40, 128}) EXPECT_FALSE(leave_half(2, queries, 16));
+}
+
 }  // namespace

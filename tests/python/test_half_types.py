@@ -13,7 +13,9 @@ import pytest
 import samples
 import torch
 from test_definition import results
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import qkv
 
@@ -244,6 +246,17 @@ def test_common_part_of_values_moves_nothing():
 
     out_t = torch.func.jvp(attend, (query, key), (query_t, key_t))[1]
     assert out_t.abs().max() < 64 * 2**-14
+
+
+@half_types
+def test_explain_where_only_the_keys_are_a_symbol(dtype):
+    query, key = (torch.randn(1, 2, rows, 16).to(dtype) for rows in (24, 300))
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = [DimDynamic.STATIC, DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    query = mode.from_tensor(query, static_shapes=True)
+    key = mode.from_tensor(key, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+    assert "M=24 N=s" in qkv.explain(query, key, key)
 
 
 @half_types

@@ -1,5 +1,6 @@
 """The library as a file and as a package: what is in it, how it is chosen, how it is installed."""
 
+import functools
 import os
 import platform
 import re
@@ -119,6 +120,50 @@ for dtype in (torch.bfloat16, torch.float16):
         pytest.skip(f"no {isa} here")
     assert done.returncode == 0, done.stderr
     assert f"fused cpu float64 {isa}" in done.stdout
+
+
+def is_zen4() -> bool:
+    """The one processor of AMD's family 25 with AVX-512."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    return bool(re.search(r"AuthenticAMD(.|\n)*cpu family\s*: 25\n(.|\n)*\bavx512f\b", text))
+
+
+def test_half_vectors_for_rows_that_fill_them():
+    """Zen 4 takes as long for one vector of AVX-512 as for two of AVX2, if nobody asks for either."""
+    program = """
+import torch, qkv
+for dtype in (torch.float32, torch.float64):
+    for rows in (24, 32):
+        x = torch.randn(1, 2, rows, 16, dtype=dtype)
+        print(qkv.explain(x, x, x).splitlines()[1].split()[-1])
+"""
+
+    def chosen(**environment) -> list[str]:
+        done = python(program, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    few, others, *of_double = chosen(QKV_CPU_ISA="")
+    assert few == ("avx2" if is_zen4() else others)
+    assert of_double == [others, others]
+    assert chosen(QKV_CPU_ISA=others) == [others] * 4
+
+
+@pytest.mark.parametrize("rows", [6, 24])
+def test_derivatives_and_forward_of_half_vectors_compute_one_score(rows):
+    """To the bit: else weights would not add up to 1 where scores are 1e6 and more."""
+    torch.manual_seed(0)
+    query, key = 2e3 * torch.randn(2, 2, 3, rows, 16)
+    value, along = torch.randn(2, 2, 3, rows, 16)
+    value.requires_grad_()
+    out = qkv.attention(query, key, value)
+    (grad_value,) = torch.autograd.grad(out, value, along)
+    torch.testing.assert_close(grad_value.sum(-2), along.sum(-2), atol=1e-4, rtol=1e-4)
+    ones = torch.ones_like(value)
+    attend = functools.partial(qkv.attention, query, key)
+    moved = torch.func.jvp(attend, (value.detach(),), (ones,))[1]
+    torch.testing.assert_close(moved, ones)
 
 
 def test_unknown_isa():

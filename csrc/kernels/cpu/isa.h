@@ -136,10 +136,17 @@ enum class IsaChoice { kFound, kUnknownName, kNotOnThisCpu };
 struct ChosenKernels {
   IsaChoice choice;
   const CpuKernelTable* table;  // nullptr unless found
+  /// Of vectors half as long, where two of these take no longer than one: for problems that leave
+  /// less of them empty. nullptr where they do, or where `table` was asked for by name.
+  const CpuKernelTable* of_half_vectors = nullptr;
 };
 
 /// The best instruction set of this processor, or the one called `name` if it is not nullptr.
 ChosenKernels choose_cpu_kernels(const char* name);
+
+/// Whether the rows of a key/value head leave half of a vector of 16 lanes empty, and there are few
+/// others. It depends on nothing but sizes, as all bits of a result do.
+bool leaves_half_a_vector(const Problem<float>& problem);
 
 /// The sets compiled into this library, best first, separated by ", ".
 const char* cpu_isa_names();
