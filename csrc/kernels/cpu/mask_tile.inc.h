@@ -165,6 +165,7 @@ struct MaskTile {
 #pragma GCC unroll 16
     for (int l = 0; l < kWidth; ++l) {
       __builtin_prefetch(from[l] + k + kKeysAhead, 0, 2);
+      __builtin_prefetch(from[l] + k + 2 * kWidth, 0, 3);  // the square after the next, from there
       square[l] = load_converted<T>(from[l] + k);
       lowest = S::minimum(square[l], lowest);
     }
