@@ -167,7 +167,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   AlibiTile<T, 1> alibi;
   alibi.load(p, tile);
   set_to_zero(out, kRows * out_row);
-  set_to_zero(in_lanes, kFewRowsBlockKeys * S::kWidth);  // lanes without a row are read as well
+  bool has_lanes = false;
   const Stored* rows[kRows];
   for (int r = 0; r < kRows; ++r) {
     rows[r] = r < tile.rows ? tile.template stored_row<Stored>(p.query, r) : nullptr;
@@ -189,7 +189,12 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     Products::template scores<kRows>(
         block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, p.scale, scores,
         next_rows<T>(tile, p.value, p.key_value_storage, {n, n + block}, p.value_dim));
-    if (block_scores.changes()) change_scores<T, kRows>(block_scores, block, scores, in_lanes);
+    if (block_scores.changes()) {
+      // Those without a row are read as well.
+      if (!has_lanes) set_to_zero(in_lanes, kFewRowsBlockKeys * S::kWidth);
+      has_lanes = true;
+      change_scores<T, kRows>(block_scores, block, scores, in_lanes);
+    }
     const auto block_max = max_of_scores<T, kRows>(block, scores);
     if (S::any_greater(block_max, softmax.max)) {
       alignas(64) T correction[S::kWidth];

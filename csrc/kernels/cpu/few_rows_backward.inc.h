@@ -33,6 +33,15 @@ inline int64_t few_rows_grad_query_size(const Problem<T>& p) {
 template <class T>
 struct PairsInLanes {
   T *scores, *grads, *caps;
+  bool are_clear = false;
+
+  /// Lanes without a row are read as well.
+  void clear() {
+    if (are_clear) return;
+    set_to_zero(scores, kFewRowsBlockKeys * Simd<T>::kWidth);
+    set_to_zero(grads, kFewRowsBlockKeys * Simd<T>::kWidth);
+    are_clear = true;
+  }
 };
 
 /// How scratch is laid out.
@@ -79,13 +88,14 @@ struct FewRowsMemory {
 /// slope_gradient[row], unless it is nullptr.
 template <int kRows, class T>
 QKV_ONE_COPY void weigh_few_rows(const BackwardRows<T, 1>& work, int64_t first_key, int keys,
-                                 TileState state, T* scores, T* grads,
-                                 const PairsInLanes<T>& in_lanes, T* slope_gradient) {
+                                 TileState state, T* scores, T* grads, PairsInLanes<T>& in_lanes,
+                                 T* slope_gradient) {
   using S = Simd<T>;
   const Problem<T>& p = work.p;
   const bool partial = state == TileState::kPartial;
   const ScoreRows<T, 1, S::kWidth> rows(p, work.mask, work.alibi, first_key, 0, 0, state);
   if (rows.changes() || p.dropout.threshold != 0) {
+    in_lanes.clear();
     put_in_lanes<kRows>(keys, scores, in_lanes.scores);
     put_in_lanes<kRows>(keys, grads, in_lanes.grads);
     work.template softmax_backward<1>(first_key, 0, keys, 0, partial, in_lanes.scores,
@@ -174,9 +184,6 @@ class FewRowsBackward {
     Products::template pack_query<kRows>(grads_out, p_.value_dim, T(1), memory_.grad_out);
     Numbers::template pack_query<kRows>(queries, p_.head_dim, p_.scale, memory_.query_rows);
     Numbers::template pack_query<kRows>(grads_out, p_.value_dim, T(1), memory_.grad_out_rows);
-    // Lanes without a row are read as well.
-    set_to_zero(memory_.in_lanes.scores, kFewRowsBlockKeys * kLanes);
-    set_to_zero(memory_.in_lanes.grads, kFewRowsBlockKeys * kLanes);
     work_.load_numbers(
         [&](int r) { return dot_with_exact<T>(grad_out[r], out[r], out_rest[r], p_.value_dim); });
   }

@@ -138,7 +138,7 @@ class ForwardTile {
   }
 
   void write_results() {
-    alignas(64) T max[kRows], sum[kRows], factor[kRows], normaliser[kRows], lse[kRows], rest[kRows];
+    alignas(64) T max[kRows], sum[kRows], factor[kRows], normaliser[kRows];
     bool has_keys[kRows];
     begin_sums();
     store_softmax(max, sum, factor);
@@ -152,16 +152,8 @@ class ForwardTile {
     const auto dropout = S::set(dropout_scale<T>(p_.dropout));
     for (int r = 0; r < vectors_ * S::kWidth; r += S::kWidth) {
       S::store(normaliser + r, S::load(normaliser + r) * (dropout * S::load(factor + r)));
-      Number lse_of_rows, rest_of_rows;
-      log_of_sums<Math>(S::load(max + r), S::load(sum + r), lse_of_rows, rest_of_rows);
-      S::store(lse + r, lse_of_rows);
-      S::store(rest + r, rest_of_rows);
     }
-    for (int r = 0; r < tile_.rows; ++r) {
-      const int64_t scalar = tile_.scalar(p_, r);
-      params_.lse[scalar] = lse[r];
-      params_.lse_rest[scalar] = has_keys[r] ? rest[r] : kRestWithoutKeys<T>;
-    }
+    write_logsumexp(params_, tile_, max, sum, has_keys);
     if (params_.out.data == nullptr) return;
     OutputRows<T, kRows>(params_, tile_).write_transposed(out_t_, normaliser);
   }

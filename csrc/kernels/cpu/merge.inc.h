@@ -34,6 +34,9 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
   const Output output(params, tile);
   const T minus_infinity = -static_cast<T>(__builtin_inff());
   const int64_t step = rows_of_kv_head(p) * partial_row(p);
+  alignas(64) T maxima[kRows], sums[kRows];
+  bool has_keys[kRows];
+  for (int r = 0; r < kRows; ++r) maxima[r] = sums[r] = T(1);  // of a lane without a row
   for (int r = 0; r < tile.rows; ++r) {
     const T* parts = partial + r * partial_row(p);
     T max = minus_infinity, sum = T(0);
@@ -45,11 +48,11 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
     T factor[kMaxForwardSplits];
     for (int64_t s = 0; s < splits; ++s) {
       const T max_s = parts[s * step + p.value_dim];
-      factor[s] = max_s == minus_infinity ? T(0) : natural_exp(max_s - max);
+      factor[s] = max_s == minus_infinity ? T(0) : max_s == max ? T(1) : natural_exp(max_s - max);
       sum += factor[s] * parts[s * step + p.value_dim + 1];
     }
-    const bool has_keys = sum != T(0);
-    T normaliser = has_keys ? T(1) / sum : T(0);
+    has_keys[r] = sum != T(0);
+    T normaliser = has_keys[r] ? T(1) / sum : T(0);
     if (p.sinks.data != nullptr) normaliser = add_sink(tile.number_of_head(p.sinks, r), max, sum);
     normaliser *= dropout_scale<T>(p.dropout);
     const int64_t columns = params.out.data != nullptr ? p.value_dim : 0;
@@ -64,10 +67,10 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
       for (int64_t d = 0; d < width; ++d) out[d] *= normaliser;
       output.write(r, first, width, out);
     }
-    const int64_t scalar = tile.scalar(p, r);
-    log_of_sum(max, sum, params.lse[scalar], params.lse_rest[scalar]);
-    if (!has_keys) params.lse_rest[scalar] = kRestWithoutKeys<T>;
+    maxima[r] = max;
+    sums[r] = sum;
   }
+  write_logsumexp(params, tile, maxima, sums, has_keys);
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -2,9 +2,10 @@
 
 #include "kernels/cpu/math.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
+#include "kernels/logsumexp.h"
 
 // Rows of the output on their way to memory: as they are, or rounded to 16 bits, with what rounding
-// took from them beside it.
+// took from them beside it. And their lse.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -73,5 +74,26 @@ class OutputRows {
   const ForwardParams<T>& params_;
   const RowTile<kRows>& tile_;
 };
+
+/// lse and what rounding took from it, of the maximum of a row and the sum under it, a sink
+/// included.
+template <class T, int kRows>
+inline void write_logsumexp(const ForwardParams<T>& params, const RowTile<kRows>& tile,
+                            const T* max, const T* sum, const bool* has_keys) {
+  using S = Simd<T>;
+  static_assert(kRows % S::kWidth == 0);
+  alignas(64) T lse[kRows], rest[kRows];
+  for (int r = 0; r < tile.rows; r += S::kWidth) {
+    typename S::Number lse_of_rows, rest_of_rows;
+    log_of_sums<VectorMath<T>>(S::load(max + r), S::load(sum + r), lse_of_rows, rest_of_rows);
+    S::store(lse + r, lse_of_rows);
+    S::store(rest + r, rest_of_rows);
+  }
+  for (int r = 0; r < tile.rows; ++r) {
+    const int64_t scalar = tile.scalar(params.problem, r);
+    params.lse[scalar] = lse[r];
+    params.lse_rest[scalar] = has_keys[r] ? rest[r] : kRestWithoutKeys<T>;
+  }
+}
 
 }  // namespace qkv::kernels::QKV_ISA
