@@ -16,11 +16,31 @@ bool has_sizes(const Operands& x) {
   return are_numbers(x.query) && are_numbers(x.key) && are_numbers(x.value);
 }
 
-/// The instruction set of a CPU kernel.
-const char* isa(const Operands& x) {
-  const bool chosen_by_sizes =
-      x.query.scalar_type() == at::kFloat && has_sizes(x) && x.key.size(-3) > 0;
-  return (chosen_by_sizes ? cpu::kernel_table_for(sizes_of<float>(x)) : cpu::kernel_table()).isa;
+/// Whether CPU kernels multiply operands in 16 bits as such, where the processor can and sums are
+/// long enough for roundings to average out; else float32 converted from them.
+struct MultipliesIn16Bits {
+  bool forward, backward, second_order;
+
+  explicit MultipliesIn16Bits(const Operands& x) {
+    const auto& table = cpu::kernel_table();
+    const auto has_own = [sizes = sizes_of<float>(x)](const auto*... kernels) {
+      return cpu::half_kernels_for(sizes, kernels...) != nullptr;
+    };
+    forward = has_own(table.bfloat16_forward, table.float16_forward);
+    backward = has_own(table.bfloat16_backward);
+    second_order = has_own(table.bfloat16_tangents);
+  }
+};
+
+/// The instruction set of the CPU kernels; two, if passes in 16 bits and in float32 differ.
+std::string isa(const Operands& x) {
+  const std::string usual = cpu::kernel_table().isa;
+  if (x.query.scalar_type() == at::kDouble || !has_sizes(x) || x.key.size(-3) == 0) return usual;
+  const std::string of_float32 = cpu::kernel_table_for(sizes_of<float>(x)).isa;
+  const MultipliesIn16Bits own(x);
+  if (!own.forward && !own.backward && !own.second_order) return of_float32;
+  const bool all = own.forward && own.backward && own.second_order;
+  return all || of_float32 == usual ? usual : usual + " and " + of_float32;
 }
 
 std::string kernel_name(const Call& call) {
@@ -31,17 +51,14 @@ std::string kernel_name(const Call& call) {
   return query.is_cpu() ? name + ' ' + isa(call.operands) : name;
 }
 
-/// What CPU kernels multiply for operands in 16 bits: their type where the processor can and sums
-/// are long enough for roundings to average out, else float32 converted from it.
+/// What CPU kernels multiply for operands in 16 bits.
 std::string products(const Operands& x) {
-  const auto& table = cpu::kernel_table();
-  const auto numbers = [&](const auto*... kernels) {
-    const bool has_own = cpu::half_kernels_for(sizes_of<float>(x), kernels...) != nullptr;
-    return dtype_name(has_own ? x.query.scalar_type() : at::kFloat);
+  const MultipliesIn16Bits own(x);
+  const auto numbers = [&](bool in_16_bits) {
+    return dtype_name(in_16_bits ? x.query.scalar_type() : at::kFloat);
   };
-  return c10::str("forward ", numbers(table.bfloat16_forward, table.float16_forward), ", backward ",
-                  numbers(table.bfloat16_backward), ", second order and jvp ",
-                  numbers(table.bfloat16_tangents));
+  return c10::str("forward ", numbers(own.forward), ", backward ", numbers(own.backward),
+                  ", second order and jvp ", numbers(own.second_order));
 }
 
 std::string bound(const c10::SymInt& x) {

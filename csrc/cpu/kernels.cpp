@@ -11,12 +11,12 @@ namespace {
 const kernels::ChosenKernels& chosen_kernels() {
   static const kernels::ChosenKernels chosen = [] {
     const char* name = requested_cpu_isa();
-    const auto kernels = kernels::choose_cpu_kernels(name);
-    TORCH_CHECK_VALUE(kernels.choice != kernels::IsaChoice::kUnknownName, "qkv: QKV_CPU_ISA=", name,
+    const auto found = kernels::choose_cpu_kernels(name);
+    TORCH_CHECK_VALUE(found.choice != kernels::IsaChoice::kUnknownName, "qkv: QKV_CPU_ISA=", name,
                       " is not one of ", kernels::cpu_isa_names());
-    TORCH_CHECK_VALUE(kernels.choice != kernels::IsaChoice::kNotOnThisCpu,
-                      "qkv: QKV_CPU_ISA=", name, ", but this processor does not have it");
-    return kernels;
+    TORCH_CHECK_VALUE(found.choice != kernels::IsaChoice::kNotOnThisCpu, "qkv: QKV_CPU_ISA=", name,
+                      ", but this processor does not have it");
+    return found;
   }();
   return chosen;
 }

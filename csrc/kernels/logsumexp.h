@@ -4,7 +4,7 @@
 // have been seen.
 //
 // QKV_ISA names the namespace this is compiled into, so that no two instruction sets share code;
-// natural_exp and natural_log are its own, declared before.
+// natural_exp is its own, declared before, and so is natural_log where log_of_sum is used.
 
 namespace qkv::kernels::QKV_ISA {
 

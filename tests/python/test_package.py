@@ -133,7 +133,7 @@ def test_half_vectors_for_rows_that_fill_them():
     """Zen 4 takes as long for one vector of AVX-512 as for two of AVX2, if nobody asks for either."""
     program = """
 import torch, qkv
-for dtype in (torch.float32, torch.float64):
+for dtype in (torch.float32, torch.float16, torch.float64):
     for rows in (24, 32):
         x = torch.randn(1, 2, rows, 16, dtype=dtype)
         print(qkv.explain(x, x, x).splitlines()[1].split()[-1])
@@ -144,10 +144,11 @@ for dtype in (torch.float32, torch.float64):
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    few, others, *of_double = chosen(QKV_CPU_ISA="")
+    few, others, few_halves, other_halves, *of_double = chosen(QKV_CPU_ISA="")
     assert few == ("avx2" if is_zen4() else others)
+    assert (few_halves, other_halves) == (few, others)
     assert of_double == [others, others]
-    assert chosen(QKV_CPU_ISA=others) == [others] * 4
+    assert chosen(QKV_CPU_ISA=others) == [others] * 6
 
 
 @pytest.mark.parametrize("rows", [6, 24])

@@ -167,7 +167,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   AlibiTile<T, 1> alibi;
   alibi.load(p, tile);
   set_to_zero(out, kRows * out_row);
-  bool has_lanes = false;
+  bool lanes_are_clear = false;
   const Stored* rows[kRows];
   for (int r = 0; r < kRows; ++r) {
     rows[r] = r < tile.rows ? tile.template stored_row<Stored>(p.query, r) : nullptr;
@@ -191,8 +191,8 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
         next_rows<T>(tile, p.value, p.key_value_storage, {n, n + block}, p.value_dim));
     if (block_scores.changes()) {
       // Those without a row are read as well.
-      if (!has_lanes) set_to_zero(in_lanes, kFewRowsBlockKeys * S::kWidth);
-      has_lanes = true;
+      if (!lanes_are_clear) set_to_zero(in_lanes, kFewRowsBlockKeys * S::kWidth);
+      lanes_are_clear = true;
       change_scores<T, kRows>(block_scores, block, scores, in_lanes);
     }
     const auto block_max = max_of_scores<T, kRows>(block, scores);

@@ -136,8 +136,8 @@ enum class IsaChoice { kFound, kUnknownName, kNotOnThisCpu };
 struct ChosenKernels {
   IsaChoice choice;
   const CpuKernelTable* table;  // nullptr unless found
-  /// Of vectors half as long, where two of these take no longer than one: for problems that leave
-  /// less of them empty. nullptr where they do, or where `table` was asked for by name.
+  /// Those of vectors half as long, for what leaves_half_a_vector. nullptr where two of these take
+  /// longer than one of `table`'s, or where that was asked for by name.
   const CpuKernelTable* of_half_vectors = nullptr;
 };
 

@@ -326,8 +326,6 @@ struct Limits<double> {
 
 QKV_INLINE float natural_exp(float x) { return __builtin_expf(x); }
 QKV_INLINE double natural_exp(double x) { return __builtin_exp(x); }
-QKV_INLINE float natural_log(float x) { return __builtin_logf(x); }
-QKV_INLINE double natural_log(double x) { return __builtin_log(x); }
 
 template <class T>
 constexpr int64_t round_up_to_vector(int64_t x) {
