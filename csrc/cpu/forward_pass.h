@@ -22,8 +22,10 @@ void forward_pass(const kernels::ForwardKernels<T>& kernels, kernels::ForwardPar
     for_each_unit(heads, 0, [&](int64_t head, void*) { kernels.prepare_forward(params, head); });
   }
   const int64_t in_turn = kernels.forward_tiles_in_turn(params, at::get_num_threads());
+  const int64_t units = kernels.forward_units(params, in_turn);
+  params.units_to_next = Units(units, /*one_by_one=*/false).to_next();
   for_each_unit(
-      kernels.forward_units(params, in_turn), kernels.forward_scratch_bytes(params, in_turn),
+      units, kernels.forward_scratch_bytes(params, in_turn),
       [&](int64_t unit, void* scratch) { kernels.forward(params, in_turn, unit, scratch); });
   if (partial_size > 0) {
     for_each_unit(heads, 0, [&](int64_t head, void*) { kernels.merge_forward(params, head); });

@@ -26,6 +26,9 @@ class Units {
 
   int64_t workers() const { return workers_; }
 
+  /// After one unit a thread most likely takes the one so many after it.
+  int64_t to_next() const { return few_ > 1 ? 1 : workers_; }
+
   /// work(unit, scratch) for those that this thread takes.
   template <class Work>
   void run(void* scratch, const Work& work) {

@@ -105,7 +105,8 @@ struct ForwardParams {
   // With few rows the keys are cut into ranges: [B][Hkv][split][rows of a head][Dv + 2], or
   // nullptr.
   T* partial;
-  void* prepared;  // what prepare_forward leaves for the tiles, or nullptr
+  void* prepared;             // what prepare_forward leaves for the tiles, or nullptr
+  int64_t units_to_next = 1;  // a thread most likely goes on to the unit so many after one
 };
 
 /// Gradients that nobody asked for have data == nullptr. If key and value are stored in 16 bits, so

@@ -197,7 +197,8 @@ class BackwardUnit {
   void run() {
     const int64_t tiles = backward_row_tiles(p_);
     for (int64_t t = 0; t < tiles; ++t) {
-      work_.tile = RowTile<kRows>::of_head(p_, head_, t);
+      work_.tile = t == 0 ? RowTile<kRows>::of_head(p_, head_, 0) : next_tile_;
+      if (t + 1 < tiles) next_tile_ = RowTile<kRows>::of_head(p_, head_, t + 1);
       if (t == 0) work_.load_keys(keys_of_splits(params_, splits_), copies_of_keys_);
       add_tile(t, tiles);
     }
@@ -216,6 +217,8 @@ class BackwardUnit {
       work_.load_rows();
       gradients_.load_rows();
     }
+    work_.ahead.begin_tile(params_, work_.tile, t + 1 < tiles ? &next_tile_ : nullptr,
+                           is_head && needs_query);
     T* own = own_parts_;
     T* to = is_head ? own : params_.partial_grad_query + (unit_ * tiles + t) * size;
     const auto part = [&](int64_t split) -> T* {
@@ -244,6 +247,7 @@ class BackwardUnit {
     for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
       const int block =
           range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
+      fetch_keys(n + block, range.end, of_key, of_value);
       const TileState state = work_.load_block(n, block);
       if (state == TileState::kEmpty) continue;
       const bool partial = state == TileState::kPartial;
@@ -275,10 +279,27 @@ class BackwardUnit {
     }
   }
 
+  /// What a block of keys from `begin` on, up to `end`, has of keys that are new, while the one
+  /// before it is worked on.
+  void fetch_keys(int64_t begin, int64_t end, const KeySums<T>& of_key,
+                  const KeySums<T>& of_value) {
+    if (begin < end_of_fetched_) begin = end_of_fetched_;
+    if (begin + kBackwardBlockKeys < end) end = begin + kBackwardBlockKeys;
+    if (begin >= end) return work_.ahead.begin_block();
+    end_of_fetched_ = end;
+    const auto stored = [&](const Operand<const T>& x, int64_t width) {
+      return next_rows<T>(work_.tile, x, p_.key_value_storage, {begin, end}, width);
+    };
+    work_.ahead.begin_block({stored(p_.key, p_.head_dim), stored(p_.value, p_.value_dim),
+                             of_key.rows(begin, end), of_value.rows(begin, end)});
+  }
+
   const BackwardParams<T>& params_;
   const Problem<T>& p_;
   int64_t unit_, head_;
   SplitRange splits_;
+  RowTile<kRows> next_tile_;
+  int64_t end_of_fetched_ = 0;  // keys
   Work work_;
   Gradients gradients_;
   T* own_parts_;  // of dQᵀ of a tile, [split][D][rows]

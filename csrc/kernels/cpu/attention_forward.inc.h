@@ -97,8 +97,23 @@ inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t thr
 template <class Source, class T>
 inline int64_t forward_units(const ForwardParams<T>& params, int64_t in_turn) {
   const Problem<T>& p = params.problem;
-  const int64_t tiles = (RowTile<Source::kRows>::count_of_head(p) + in_turn - 1) / in_turn;
-  return p.batch * p.kv_heads * tiles * forward_splits<Source>(p);
+  const int64_t turns = (RowTile<Source::kRows>::count_of_head(p) + in_turn - 1) / in_turn;
+  return p.batch * p.kv_heads * turns * forward_splits<Source>(p);
+}
+
+/// Tiles of a head that take turns with a range of its keys. Tiles of a head run from the last to
+/// the first: under a causal mask the last ones have most keys, and starting with them leaves small
+/// pieces to even out the threads.
+struct ForwardUnit {
+  int64_t head, first_tile, tiles, split;
+};
+template <class Source, class T>
+inline ForwardUnit forward_unit(const Problem<T>& p, int64_t in_turn, int64_t unit) {
+  const int64_t tiles = RowTile<Source::kRows>::count_of_head(p);
+  const int64_t splits = forward_splits<Source>(p), turns = (tiles + in_turn - 1) / in_turn;
+  const int64_t first = (turns - 1 - unit / splits % turns) * in_turn;
+  return {unit / splits / turns, first, tiles - first < in_turn ? tiles - first : in_turn,
+          unit % splits};
 }
 
 /// How many numbers ForwardParams::partial has; 0 if it is not needed.
@@ -123,13 +138,19 @@ template <class Source>
 struct TileInTurn {
   using T = typename Source::Real;
 
-  RowTile<Source::kRows> rows;
+  RowTile<Source::kRows> rows, next_rows;
   ForwardTile<Source> tile;
 
   TileInTurn(const ForwardParams<T>& params, int64_t head, int64_t t, KeyRange keys, bool fetches,
              const typename Source::Turn& turn, void* block)
       : rows(RowTile<Source::kRows>::of_head(params.problem, head, t)),
         tile(params, rows, keys, fetches, turn, reinterpret_cast<char*>(this) + kBytes, block) {}
+
+  /// Tile t of `head` is the one that the thread goes on to.
+  void fetch_ahead(const Problem<T>& p, int64_t head, int64_t t) {
+    next_rows = RowTile<Source::kRows>::of_head(p, head, t);
+    tile.fetch_ahead(next_rows);
+  }
 
   static void* operator new(decltype(sizeof(0)), char* where) { return where; }
   static void operator delete(void*, char*) {}
@@ -140,7 +161,7 @@ struct TileInTurn {
 
  private:
   static constexpr int64_t kBytes =
-      (sizeof(RowTile<Source::kRows>) + sizeof(ForwardTile<Source>) + 127) / 64 * 64;
+      (2 * sizeof(RowTile<Source::kRows>) + sizeof(ForwardTile<Source>) + 127) / 64 * 64;
 };
 
 /// Of a block, of tiles that take turns, of what these share.
@@ -181,17 +202,12 @@ inline KeyRange next_keys_of_any(TileInTurn<Source>* const* tile, int64_t count,
   return any;
 }
 
-/// Tiles of a head run from the last to the first: under a causal mask the last ones have most
-/// keys, and starting with them leaves small pieces to even out the threads.
 template <class Source, class T>
 inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, int64_t unit,
                               void* scratch) {
   const Problem<T>& p = params.problem;
-  const int64_t tiles = RowTile<Source::kRows>::count_of_head(p),
-                splits = forward_splits<Source>(p);
-  const int64_t turns = (tiles + in_turn - 1) / in_turn;
-  const int64_t split = unit % splits, turn = turns - 1 - unit / splits % turns;
-  const int64_t head = unit / splits / turns;
+  const auto [head, first, count, split] = forward_unit<Source>(p, in_turn, unit);
+  const int64_t splits = forward_splits<Source>(p);
   const KeyRange keys = keys_of_forward_split<Source>(p, split);
   if constexpr (Source::kFewRows > 0) {
     if (are_few_rows(p, Source::kFewRows) && params.out.data != nullptr) {
@@ -203,12 +219,19 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
   using Tile = TileInTurn<Source>;
   Tile* tile[kMaxTilesInTurn];
   char* memory = static_cast<char*>(scratch) + whole_lines(ForwardTile<Source>::block_bytes(p));
-  const int64_t first = turn * in_turn;
-  const int64_t count = tiles - first < in_turn ? tiles - first : in_turn;
   typename Source::Turn shared(p, memory + in_turn * Tile::bytes(p));
   for (int64_t i = 0; i < count; ++i, memory += Tile::bytes(p)) {
     const bool fetches = i == 0 && first_tile_fetches<Source>(p, first, count);
     tile[i] = new (memory) Tile(params, head, first + i, keys, fetches, shared, scratch);
+  }
+  const int64_t next_unit = unit + params.units_to_next;
+  // Rows that see one block of keys are soon done, and many fit a cache.
+  if (splits == 1 && p.keys > Source::kBlockKeys && params.out.data != nullptr &&
+      next_unit < forward_units<Source>(params, in_turn)) {
+    const ForwardUnit next = forward_unit<Source>(p, in_turn, next_unit);
+    for (int64_t i = 0; i < count && i < next.tiles; ++i) {
+      tile[i]->fetch_ahead(p, next.head, next.first_tile + i);
+    }
   }
   const int64_t step = count == 1 ? p.keys : keys_of_turn<Source>(p);
   for (int64_t end = keys.begin; end < keys.end;) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cpu/backward_ahead.inc.h"
 #include "kernels/cpu/backward_rows.inc.h"
 #include "kernels/cpu/score_products.inc.h"
 #include "kernels/cpu/seen_keys.inc.h"
@@ -39,6 +40,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   Rows<T> key;                         // of the block, after load_block, if dQ is asked for
   KeyRange copied{0, 0};               // keys that load_keys made copies of
   Rows<T> copied_keys, copied_values;  // from copied.begin on
+  BackwardAhead<kRows> ahead;          // of the tile and the block
   T* end_of_scratch;
   bool whole;                  // nothing is left out: all of P and dS is written
   SeenKeys<T, kVectors> seen;  // of the block
@@ -163,12 +165,13 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     const int count = static_cast<int>(range.end - range.begin),
               first_row = first_vector * S::kWidth;
     const int64_t first = range.begin * kRows + first_row;
+    const auto fetch_next = [this]() __attribute__((always_inline)) { ahead.fetch_next(); };
     multiply_lines<kCount, /*kScaled=*/!Scores::kScales>(
         count, Scores::depth(p.head_dim), of_key.from(range.begin), query_t + first_row, kRows,
-        /*add=*/false, p.scale, p_tile + first);
-    multiply_lines<kCount, /*kScaled=*/false>(count, Scores::depth(p.value_dim),
-                                              of_value.from(range.begin), grad_out_t + first_row,
-                                              kRows, /*add=*/false, T(1), ds_tile + first);
+        /*add=*/false, p.scale, p_tile + first, fetch_next);
+    multiply_lines<kCount, /*kScaled=*/false>(
+        count, Scores::depth(p.value_dim), of_value.from(range.begin), grad_out_t + first_row,
+        kRows, /*add=*/false, T(1), ds_tile + first, fetch_next);
     Base::template softmax_backward<kCount>(first_key, static_cast<int>(range.begin), count,
                                             first_vector, partial, p_tile + first, ds_tile + first,
                                             cap_tile + first);

@@ -109,6 +109,12 @@ class ForwardTile {
     return KeyRange{next_key_, any_.end}.intersection({0, end_of_keys});
   }
 
+  /// Fetches, while it takes in keys, where its results go and the query of the tile `next`.
+  void fetch_ahead(const Tile& next) {
+    out_ahead_ = lines_of_tile(tile_, params_.out, params_.out_storage, p_.value_dim);
+    query_ahead_ = lines_of_tile(next, p_.query, p_.key_value_storage, p_.head_dim);
+  }
+
   /// Takes in the next blocks of keys, up to the first that begins at `end_of_keys` or after it.
   void run_until(int64_t end_of_keys) {
     while (next_key_ < any_.end && next_key_ < end_of_keys) {
@@ -234,6 +240,13 @@ class ForwardTile {
             next_rows<T>(tile_, p_.key, storage, next, p_.head_dim)};
   }
 
+  /// What comes with the scores of `keys` keys from k on and vector v of the rows.
+  QKV_INLINE void fetch(int64_t k, int keys, int v, const NextKeys& next) {
+    if (v == 0) next.fetch(k, keys);
+    out_ahead_.fetch_next();
+    query_ahead_.fetch_next();
+  }
+
   struct Vectors {
     int first;
     int count;
@@ -318,7 +331,7 @@ class ForwardTile {
     source_.template weights<kVectors>(
         first_key, keys, first_vector * S::kWidth,
         weights, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
-          if (v == 0) next.fetch(k, count_of(x));
+          fetch(k, count_of(x), v, next);
           int64_t key = k;
 #pragma GCC unroll 4
           for (auto& score : x) {
@@ -348,7 +361,7 @@ class ForwardTile {
     source_.template scores<kVectors>(
         first_key, keys,
         first_vector * S::kWidth, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
-          if (v == 0) next.fetch(k, count_of(x));
+          fetch(k, count_of(x), v, next);
           T* line = weights + k * kRows + v * S::kWidth;
 #pragma GCC unroll 4
           for (const auto& score : x) {
@@ -438,6 +451,7 @@ class ForwardTile {
   const Problem<T>& p_;
   const Tile& tile_;
   bool fetches_;
+  LinesOfTile<kRows> out_ahead_, query_ahead_;
   T* out_t_;   // [Dv and what else the source sums under the same maximum][rows]
   T* scores_;  // [keys][rows], then the weights
   MaskTile<T, kRows> mask_;

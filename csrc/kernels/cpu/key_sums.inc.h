@@ -3,6 +3,7 @@
 #include "kernels/band.h"
 #include "kernels/cpu/block_rows.inc.h"
 #include "kernels/cpu/math.inc.h"
+#include "kernels/cpu/next_rows.inc.h"
 #include "kernels/cpu/row_tile.inc.h"
 
 // The gradient of some keys of a head, or of their values, while tiles of rows add to it. Its rows
@@ -75,6 +76,13 @@ class KeySums {
     clear_up_to(all_new ? begin : end);
     if (begun_ < end) begun_ = end;
     return {first_ + (begin - keys_.begin) * row, row, !all_new, scale_};
+  }
+
+  /// Where those of the keys begin .. end lie.
+  NextRows rows(int64_t begin, int64_t end) const {
+    constexpr int64_t kBytes = sizeof(T);
+    return {reinterpret_cast<const char*>(first_ + (begin - keys_.begin) * row), row * kBytes,
+            width * kBytes, end - begin};
   }
 
   /// To the gradient, unless they are there.

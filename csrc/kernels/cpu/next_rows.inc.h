@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/band.h"
 #include "kernels/cpu/row_tile.inc.h"
 
 namespace qkv::kernels::QKV_ISA {
@@ -13,11 +14,13 @@ struct NextRows {
   int64_t width;   // bytes of one
   int64_t count;
 
+  const char* operator[](int64_t k) const { return first + k * stride; }
+
   /// Those of k .. k + some that there are.
   QKV_INLINE void fetch(int64_t k, int64_t some = 1) const {
     const int64_t end = k + some < count ? k + some : count;
-    const char* row = first + k * stride;
-    for (; k < end; ++k, row += stride) {
+    for (; k < end; ++k) {
+      const char* row = (*this)[k];
       for (int64_t b = 0; b < width; b += 64) __builtin_prefetch(row + b, 0, 2);
     }
   }
@@ -47,6 +50,41 @@ class ShareOfNextRows {
   int64_t fetched_ = 0;
 };
 
+/// Those of a tile in one tensor.
+template <int kRows>
+struct NextRowsOfTile {
+  const RowTile<kRows>* tile;
+  const char* first;
+  int64_t head_stride, row_stride;  // bytes
+  int64_t width;                    // bytes of one
+  int64_t count;
+
+  const char* operator[](int64_t r) const {
+    return first + tile->head[r] * head_stride + tile->query[r] * row_stride;
+  }
+};
+
+/// Rows fetched line by line, while what is known long before is done: so memory is asked for no
+/// more at once than it can give until it is asked again.
+template <class Rows>
+class LinesAhead {
+ public:
+  LinesAhead() : rows_{} {}  // of none
+  explicit LinesAhead(const Rows& rows) : rows_(rows) {}
+
+  QKV_INLINE void fetch_next() {
+    if (row_ == rows_.count) return;
+    __builtin_prefetch(rows_[row_] + byte_);
+    if ((byte_ += 64) < rows_.width) return;
+    byte_ = 0;
+    ++row_;
+  }
+
+ private:
+  Rows rows_;
+  int64_t row_ = 0, byte_ = 0;
+};
+
 /// The rows of `keys` of a tile's key/value head, none if there are none.
 template <class T, int kRows>
 inline NextRows next_rows(const RowTile<kRows>& tile, const Operand<const T>& x, Storage storage,
@@ -60,6 +98,19 @@ inline NextRows next_rows(const RowTile<kRows>& tile, const Operand<const T>& x,
             width * kBytes, keys.end - keys.begin};
   });
   return rows;
+}
+
+template <int kRows>
+using LinesOfTile = LinesAhead<NextRowsOfTile<kRows>>;
+
+/// The lines of a tile's rows in x.
+template <int kRows, class Number>
+inline LinesOfTile<kRows> lines_of_tile(const RowTile<kRows>& tile, const Operand<Number>& x,
+                                        Storage storage, int64_t width) {
+  const int64_t bytes = storage == Storage::kSame ? sizeof(Number) : 2;
+  return LinesOfTile<kRows>(
+      {&tile, reinterpret_cast<const char*>(x.data) + tile.batch.offset(x.batch_stride) * bytes,
+       x.head_stride * bytes, x.row_stride * bytes, width * bytes, tile.rows});
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -18,20 +18,24 @@ namespace qkv::kernels::QKV_ISA {
 constexpr int64_t kDepthAtATime = 128;
 
 /// C[keys][rows] (+)= lines of X · columns of Y, for kVectors vectors of rows, `row` numbers apart
-/// from column to column and from key to key. kScaled: the sums are multiplied by scale.
-template <int kVectors, bool kScaled, class T, class Factor>
+/// from column to column and from key to key. kScaled: the sums are multiplied by scale. with_key()
+/// is called once for each key.
+template <int kVectors, bool kScaled, class T, class Factor, class WithKey>
 QKV_INLINE void multiply_lines(int64_t keys, int64_t depth, Rows<Factor> lines,
-                               const Factor* columns, int64_t row, bool add, T scale, T* c) {
+                               const Factor* columns, int64_t row, bool add, T scale, T* c,
+                               WithKey with_key) {
   using S = Simd<T>;
   for (int64_t left = depth;;) {
     const int64_t now = left < kDepthAtATime ? left : kDepthAtATime;
-    const auto factor = S::set(now == left ? scale : T(1));
+    const bool is_last = now == left;
+    const auto factor = S::set(is_last ? scale : T(1));
     tile_product<Factor, rows_together<Factor, kVectors>(), kVectors>(
         0, keys, now, lines.first, lines.stride, UnitStride{}, columns, row,
         [=](int64_t k, int v) __attribute__((always_inline)) {
           return add ? S::load(c + k * row + v * S::kWidth) : S::zero();
         },
         each_vector([=](int64_t k, int v, typename S::Number sum) __attribute__((always_inline)) {
+          if (v == 0 && is_last) with_key();
           S::store(c + k * row + v * S::kWidth, kScaled ? sum * factor : sum);
         }));
     if ((left -= now) == 0) return;

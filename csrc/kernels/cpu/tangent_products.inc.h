@@ -148,7 +148,8 @@ class VectorProducts {
     seen_.for_each_piece(block_.keys, [&](int v, auto vectors, KeyRange keys) {
       multiply_lines<vectors(), /*kScaled=*/false>(
           keys.end - keys.begin, Scores::depth(m_.width(x)), lines.from(keys.begin),
-          columns_[y] + v * S::kWidth, kRows, add, T(1), c + keys.begin * kRows + v * S::kWidth);
+          columns_[y] + v * S::kWidth, kRows, add, T(1), c + keys.begin * kRows + v * S::kWidth,
+          [] {});
     });
   }
 

@@ -1,0 +1,52 @@
+#pragma once
+
+#include "kernels/cpu/next_rows.inc.h"
+
+// What a backward is about to touch for the first time, fetched while products are computed: what
+// the next tile of rows reads, where this one's dQ goes, and keys that no tile has taken in yet,
+// with their values and where the gradients of both are summed.
+
+namespace qkv::kernels::QKV_ISA {
+
+template <int kRows>
+class BackwardAhead {
+ public:
+  /// While `tile` is worked on: `next` is the tile after it, nullptr if it is the last, and
+  /// writes_query says whether dQ of `tile` is written after its last key.
+  template <class T>
+  void begin_tile(const BackwardParams<T>& params, const RowTile<kRows>& tile,
+                  const RowTile<kRows>* next, bool writes_query) {
+    const Problem<T>& p = params.problem;
+    const Storage storage = p.key_value_storage;
+    for (auto& lines : of_tiles_) lines = {};
+    if (next != nullptr) {
+      of_tiles_[0] = lines_of_tile(*next, p.query, storage, p.head_dim);
+      of_tiles_[1] = lines_of_tile(*next, params.grad_out, storage, p.value_dim);
+      of_tiles_[2] = lines_of_tile(*next, params.out, storage, p.value_dim);
+    }
+    if (writes_query) of_tiles_[3] = lines_of_tile(tile, params.grad_query, storage, p.head_dim);
+  }
+
+  /// While a block of keys is worked on: rows of K, V, dK and dV of keys after it.
+  void begin_block(const NextRows (&of_keys)[4]) {
+    for (int i = 0; i < 4; ++i) of_keys_[i] = LinesAhead<NextRows>(of_keys[i]);
+  }
+  void begin_block() {
+    for (auto& lines : of_keys_) lines = {};
+  }
+
+  /// With each key of a product.
+  QKV_INLINE void fetch_next() {
+    const unsigned turn = turn_++ % 2;  // by turns, as memory gives no more at once
+    of_tiles_[turn].fetch_next();
+    of_tiles_[turn + 2].fetch_next();
+    for (auto& lines : of_keys_) lines.fetch_next();
+  }
+
+ private:
+  LinesOfTile<kRows> of_tiles_[4];  // Q, dO and O of the next tile, dQ of this one
+  LinesAhead<NextRows> of_keys_[4];
+  unsigned turn_ = 0;
+};
+
+}  // namespace qkv::kernels::QKV_ISA
