@@ -105,7 +105,7 @@ inline int64_t forward_units(const ForwardParams<T>& params, int64_t in_turn) {
 /// the first: under a causal mask the last ones have most keys, and starting with them leaves small
 /// pieces to even out the threads.
 struct ForwardUnit {
-  int64_t head, first_tile, tiles, split;
+  int64_t head, first_tile, tiles, split, splits;
 };
 template <class Source, class T>
 inline ForwardUnit forward_unit(const Problem<T>& p, int64_t in_turn, int64_t unit) {
@@ -113,7 +113,7 @@ inline ForwardUnit forward_unit(const Problem<T>& p, int64_t in_turn, int64_t un
   const int64_t splits = forward_splits<Source>(p), turns = (tiles + in_turn - 1) / in_turn;
   const int64_t first = (turns - 1 - unit / splits % turns) * in_turn;
   return {unit / splits / turns, first, tiles - first < in_turn ? tiles - first : in_turn,
-          unit % splits};
+          unit % splits, splits};
 }
 
 /// How many numbers ForwardParams::partial has; 0 if it is not needed.
@@ -206,8 +206,7 @@ template <class Source, class T>
 inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, int64_t unit,
                               void* scratch) {
   const Problem<T>& p = params.problem;
-  const auto [head, first, count, split] = forward_unit<Source>(p, in_turn, unit);
-  const int64_t splits = forward_splits<Source>(p);
+  const auto [head, first, count, split, splits] = forward_unit<Source>(p, in_turn, unit);
   const KeyRange keys = keys_of_forward_split<Source>(p, split);
   if constexpr (Source::kFewRows > 0) {
     if (are_few_rows(p, Source::kFewRows) && params.out.data != nullptr) {
