@@ -279,13 +279,13 @@ class BackwardUnit {
     }
   }
 
-  /// What a block of keys from `begin` on, up to `end`, has of keys that are new, while the one
-  /// before it is worked on.
+  /// Of the block of keys from `begin` on, which ends at `end` at the latest: those that are new
+  /// are fetched while the block before it is worked on.
   void fetch_keys(int64_t begin, int64_t end, const KeySums<T>& of_key,
                   const KeySums<T>& of_value) {
     if (begin < end_of_fetched_) begin = end_of_fetched_;
     if (begin + kBackwardBlockKeys < end) end = begin + kBackwardBlockKeys;
-    if (begin >= end) return work_.ahead.begin_block();
+    if (begin >= end) return work_.ahead.begin_block({});
     end_of_fetched_ = end;
     const auto stored = [&](const Operand<const T>& x, int64_t width) {
       return next_rows<T>(work_.tile, x, p_.key_value_storage, {begin, end}, width);

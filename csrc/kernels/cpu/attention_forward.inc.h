@@ -97,13 +97,13 @@ inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t thr
 template <class Source, class T>
 inline int64_t forward_units(const ForwardParams<T>& params, int64_t in_turn) {
   const Problem<T>& p = params.problem;
-  const int64_t turns = (RowTile<Source::kRows>::count_of_head(p) + in_turn - 1) / in_turn;
-  return p.batch * p.kv_heads * turns * forward_splits<Source>(p);
+  const int64_t tiles = (RowTile<Source::kRows>::count_of_head(p) + in_turn - 1) / in_turn;
+  return p.batch * p.kv_heads * tiles * forward_splits<Source>(p);
 }
 
-/// Tiles of a head that take turns with a range of its keys. Tiles of a head run from the last to
-/// the first: under a causal mask the last ones have most keys, and starting with them leaves small
-/// pieces to even out the threads.
+/// What a unit is: tiles of a head and one of the `splits` ranges of its keys. Tiles of a head run
+/// from the last to the first: under a causal mask the last ones have most keys, and starting with
+/// them leaves small pieces to even out the threads.
 struct ForwardUnit {
   int64_t head, first_tile, tiles, split, splits;
 };
@@ -138,7 +138,7 @@ template <class Source>
 struct TileInTurn {
   using T = typename Source::Real;
 
-  RowTile<Source::kRows> rows, next_rows;
+  RowTile<Source::kRows> rows, rows_of_next;
   ForwardTile<Source> tile;
 
   TileInTurn(const ForwardParams<T>& params, int64_t head, int64_t t, KeyRange keys, bool fetches,
@@ -148,8 +148,8 @@ struct TileInTurn {
 
   /// Tile t of `head` is the one that the thread goes on to.
   void fetch_ahead(const Problem<T>& p, int64_t head, int64_t t) {
-    next_rows = RowTile<Source::kRows>::of_head(p, head, t);
-    tile.fetch_ahead(next_rows);
+    rows_of_next = RowTile<Source::kRows>::of_head(p, head, t);
+    tile.fetch_ahead(rows_of_next);
   }
 
   static void* operator new(decltype(sizeof(0)), char* where) { return where; }
@@ -223,12 +223,11 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
     const bool fetches = i == 0 && first_tile_fetches<Source>(p, first, count);
     tile[i] = new (memory) Tile(params, head, first + i, keys, fetches, shared, scratch);
   }
-  const int64_t next_unit = unit + params.units_to_next;
-  // Rows that see one block of keys are soon done, and many fit a cache.
-  if (splits == 1 && p.keys > Source::kBlockKeys && params.out.data != nullptr &&
-      next_unit < forward_units<Source>(params, in_turn)) {
-    const ForwardUnit next = forward_unit<Source>(p, in_turn, next_unit);
-    for (int64_t i = 0; i < count && i < next.tiles; ++i) {
+  // One block of keys is too little to gain by it.
+  if (splits == 1 && p.keys > Source::kBlockKeys && params.out.data != nullptr) {
+    const auto next = forward_unit<Source>(p, in_turn, unit + params.units_to_next);
+    const int64_t next_tiles = next.head < p.batch * p.kv_heads ? next.tiles : 0;
+    for (int64_t i = 0; i < count && i < next_tiles; ++i) {
       tile[i]->fetch_ahead(p, next.head, next.first_tile + i);
     }
   }

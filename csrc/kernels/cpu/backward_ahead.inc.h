@@ -31,13 +31,10 @@ class BackwardAhead {
   void begin_block(const NextRows (&of_keys)[4]) {
     for (int i = 0; i < 4; ++i) of_keys_[i] = LinesAhead<NextRows>(of_keys[i]);
   }
-  void begin_block() {
-    for (auto& lines : of_keys_) lines = {};
-  }
 
   /// With each key of a product.
   QKV_INLINE void fetch_next() {
-    const unsigned turn = turn_++ % 2;  // by turns, as memory gives no more at once
+    const unsigned turn = turn_++ % 2;  // two of the four at a time
     of_tiles_[turn].fetch_next();
     of_tiles_[turn + 2].fetch_next();
     for (auto& lines : of_keys_) lines.fetch_next();

@@ -111,8 +111,8 @@ class ForwardTile {
 
   /// Fetches, while it takes in keys, where its results go and the query of the tile `next`.
   void fetch_ahead(const Tile& next) {
-    out_ahead_ = lines_of_tile(tile_, params_.out, params_.out_storage, p_.value_dim);
     fetches_ahead_ = true;
+    out_ahead_ = lines_of_tile(tile_, params_.out, params_.out_storage, p_.value_dim);
     query_ahead_ = lines_of_tile(next, p_.query, p_.key_value_storage, p_.head_dim);
   }
 
@@ -241,7 +241,7 @@ class ForwardTile {
             next_rows<T>(tile_, p_.key, storage, next, p_.head_dim)};
   }
 
-  /// What comes with the scores of `keys` keys from k on and vector v of the rows.
+  /// With the scores of `keys` keys from k on and vector v of the rows.
   QKV_INLINE void fetch(int64_t k, int keys, int v, const NextKeys& next) {
     if (v == 0) next.fetch(k, keys);
     if (!fetches_ahead_) return;
@@ -452,7 +452,8 @@ class ForwardTile {
   const ForwardParams<T>& params_;
   const Problem<T>& p_;
   const Tile& tile_;
-  bool fetches_, fetches_ahead_ = false;
+  bool fetches_;                // K and V
+  bool fetches_ahead_ = false;  // the lines of:
   LinesOfTile<kRows> out_ahead_, query_ahead_;
   T* out_t_;   // [Dv and what else the source sums under the same maximum][rows]
   T* scores_;  // [keys][rows], then the weights

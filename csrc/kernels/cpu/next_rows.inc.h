@@ -64,8 +64,8 @@ struct NextRowsOfTile {
   }
 };
 
-/// Rows fetched line by line, while what is known long before is done: so memory is asked for no
-/// more at once than it can give until it is asked again.
+/// Rows fetched one cache line at a time, between pieces of other work, to the first-level cache.
+/// Asked for many lines at once, memory keeps that work waiting.
 template <class Rows>
 class LinesAhead {
  public:
