@@ -40,21 +40,35 @@ say "Tests of the GPU itself, $("$PYTHON" -c 'import torch; print(torch.cuda.get
 say "Benchmark, a few points"
 "$PYTHON" benchmarks/cuda.py --quick --output "$output" || failed=1
 
+say "All tests"
+parallel=()
+if "$PYTHON" -c 'import xdist' 2>/dev/null; then parallel=(--numprocesses 8); fi
+"$PYTHON" -m pytest -q --device cuda "${parallel[@]}" tests/python --ignore tests/python/test_cuda.py || failed=1
+
 sanitizer=$(command -v compute-sanitizer || true)
 if [ -n "$sanitizer" ]; then
-  # Of our kernels only, and without torch's cache, whose blocks are larger than the tensors in them.
-  for check in memcheck racecheck synccheck initcheck; do
+  # At once, without torch's cache, whose blocks are larger than the tensors in them, and of our kernels
+  # only; but initcheck has to see what torch's kernels write. Racecheck takes half a minute a case.
+  declare -A cases=([memcheck]=sanitize [synccheck]=sanitize [initcheck]=sanitize [racecheck]="sanitize and 40")
+  declare -A running
+  for check in "${!cases[@]}"; do
+    ours=(--kernel-name kns=3qkv7kernels)
+    [ $check != initcheck ] || ours=()
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 300 \
+      "$sanitizer" --tool $check "${ours[@]}" --error-exitcode 9 \
+      "$PYTHON" -m pytest -q --device cuda tests/python/test_cuda.py -k "${cases[$check]}" \
+      >"$output/$check.log" 2>&1 &
+    running[$check]=$!
+  done
+  for check in "${!running[@]}"; do
+    wait "${running[$check]}" || failed=1
     say "compute-sanitizer: $check"
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 240 \
-      "$sanitizer" --tool $check --kernel-name kns=3qkv7kernels --error-exitcode 9 \
-      "$PYTHON" -m pytest -q --device cuda tests/python/test_cuda.py -k sanitize || failed=1
+    tail -n 20 "$output/$check.log"
   done
 else
   say "compute-sanitizer: there is none here"
 fi
 
-say "All tests"
-"$PYTHON" -m pytest -q --device cuda tests/python --ignore tests/python/test_cuda.py || failed=1
 say "Benchmark"
 "$PYTHON" benchmarks/cuda.py --output "$output" || failed=1
 exit $failed

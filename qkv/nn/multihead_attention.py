@@ -220,7 +220,7 @@ class MultiheadAttention(torch.nn.Module):
 
     def _split_heads(self, x: Tensor, heads: int) -> Tensor:
         """(.., rows, heads * head_dim) as (.., heads, rows, head_dim), a view."""
-        return x.unflatten(-1, [heads, self.head_dim]).transpose(-3, -2)
+        return torch.unflatten(x, -1, [heads, self.head_dim]).transpose(-3, -2)
 
     def _project(
         self,

@@ -145,6 +145,16 @@ void store_global(T* to, T x) {
   detail::check_alignment(to, alignof(T));
   if (detail::check_global(to, sizeof(T), true)) memcpy(to, &x, sizeof(T));
 }
+template <int kCount, class T>
+void load_global(const T* from, T (&to)[kCount]) {
+  static_assert(sizeof(to) == 8 || sizeof(to) % 16 == 0);
+  detail::check_alignment(from, sizeof(to) == 8 ? 8 : 16);
+  if (detail::check_global(from, sizeof(to), false)) {
+    memcpy(to, from, sizeof(to));
+  } else {
+    memset(static_cast<void*>(to), 0, sizeof(to));
+  }
+}
 
 template <class Kernel, class... Arguments>
 int launch(const char* name, Kernel kernel, int64_t blocks, int threads, int64_t shared_bytes,

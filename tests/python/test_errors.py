@@ -521,21 +521,22 @@ def test_wrong_arguments_of_scripted_modules():
 
 SPARSE, QUANTIZED = X.to_sparse(), torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
 SIZES = "key and value must be (.., new keys, width), of the same sizes but for the width, but have shapes"
+ON = f"on {X.device}"
 CACHE = {
     "rank": (X[0, 0], X[0, 0], ValueError, f"{SIZES} [8] and [8]"),
     "new_keys": (X, X[:, :3], ValueError, f"{SIZES} [2, 5, 8] and [2, 3, 8]"),
     "batch": (X, X[:1], ValueError, f"{SIZES} [2, 5, 8] and [1, 5, 8]"),
     "dimensions": (X, X[0], ValueError, f"{SIZES} [2, 5, 8] and [5, 8]"),
-    "other_batch": (X[:1], X[:1], ValueError, "cached are keys and values Float [2, 5, 8] on cpu and Float "
-                    "[2, 5, 8] on cpu, which Float [1, 5, 8] on cpu and Float [1, 5, 8] on cpu do not fit"),
-    "other_dtype": (X.double(), X.double(), ValueError, "cached are keys and values Float [2, 5, 8] on cpu and Float "
-                    "[2, 5, 8] on cpu, which Double [2, 5, 8] on cpu and Double [2, 5, 8] on cpu do not fit"),
+    "other_batch": (X[:1], X[:1], ValueError, f"cached are keys and values Float [2, 5, 8] {ON} and Float "
+                    f"[2, 5, 8] {ON}, which Float [1, 5, 8] {ON} and Float [1, 5, 8] {ON} do not fit"),
+    "other_dtype": (X.double(), X.double(), ValueError, f"cached are keys and values Float [2, 5, 8] {ON} and Float "
+                    f"[2, 5, 8] {ON}, which Double [2, 5, 8] {ON} and Double [2, 5, 8] {ON} do not fit"),
     "sparse_key": (SPARSE, X, TypeError, "key must be a dense tensor, but has layout Sparse"),
     "sparse_value": (X, SPARSE, TypeError, "value must be a dense tensor, but has layout Sparse"),
     "nested": (torch.nested.nested_tensor([X[0], X[1]]), X, TypeError, "key must be a dense tensor, but is nested"),
     "quantized": (QUANTIZED, QUANTIZED, TypeError, "key must not be quantized, but is qint8"),
     "integers": (X, X.long(), TypeError, "value must be float64, float32, bfloat16 or float16, but is int64"),
-    "dtypes": (X, X.double(), ValueError, "key and value must have one dtype and one device, but are Float on cpu and Double on cpu"),
+    "dtypes": (X, X.double(), ValueError, f"key and value must have one dtype and one device, but are Float {ON} and Double {ON}"),
     "room": (torch.cat([X] * 3, 1), torch.cat([X] * 3, 1), ValueError, "there is room for 16 keys, but 5 are cached and 15 come"),
 }  # fmt: skip
 

@@ -239,8 +239,8 @@ def test_values_of_zeros_are_not_rows_without_keys(dtype, sink):
 def test_values_of_zeros_below_a_large_sink_are_not_rows_without_keys(dtype):
     """The keys have so little of the weight that the sink's rounds to 1."""
     size = {torch.float32: 20.0, torch.float64: 40.0}[dtype]
-    rng = torch.Generator().manual_seed(0)
-    query, key, value_t, grad = torch.randn(4, 1, 2, 3, 4, generator=rng, dtype=dtype)
+    torch.manual_seed(0)
+    query, key, value_t, grad = torch.randn(4, 1, 2, 3, 4, dtype=dtype)
 
     def second_order(op, dtype):
         value = torch.zeros(1, 2, 3, 4, dtype=dtype, requires_grad=True)

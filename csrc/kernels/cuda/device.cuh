@@ -104,6 +104,24 @@ QKV_DEVICE void store_global(T* to, T x) {
   *to = x;
 }
 
+/// kCount numbers that lie one after the other, aligned to the bytes they take, or to 16.
+template <int kCount, class T>
+QKV_DEVICE void load_global(const T* from, T (&to)[kCount]) {
+  constexpr int kBytes = kCount * sizeof(T);
+  static_assert(kBytes == 8 || kBytes % 16 == 0);
+  if constexpr (kBytes == 8) {
+    const int2 vector = *reinterpret_cast<const int2*>(from);
+    memcpy(to, &vector, sizeof(vector));
+  } else {
+    constexpr int kVector = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kVector) {
+      const int4 vector = *reinterpret_cast<const int4*>(from + i);
+      memcpy(to + i, &vector, sizeof(vector));
+    }
+  }
+}
+
 /// Runs kernel(arguments..), the arguments of exactly its parameters' types, in `blocks` blocks on
 /// a cudaStream_t. A cudaError_t, 0 if all is well.
 template <class Kernel, class... Arguments>

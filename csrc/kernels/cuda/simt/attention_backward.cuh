@@ -178,21 +178,18 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   volatile T grad_of_all[kBackwardOwn][kColumns], slope_gradient_of_all[kBackwardOwn] = {};
   set_to_zero(grad);
   set_to_zero(grad_of_all);
+  const auto key = TileKeys<Element>::of_head(p, p.key, u.batch, u.kv_head);
+  const auto value = TileKeys<Element>::of_head(p, p.value, u.batch, u.kv_head);
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
-    multiply_pairs<kBackwardOwn>(query,
-                                 TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys),
-                                 p.head_dim, shared.stages, s);
-    multiply_pairs<kBackwardOwn>(grad_out,
-                                 TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, n, keys),
-                                 p.value_dim, shared.stages, g);
+    multiply_pairs<kBackwardOwn>(query, key.tile(n, keys), p.head_dim, shared.stages, s);
+    multiply_pairs<kBackwardOwn>(grad_out, value.tile(n, keys), p.value_dim, shared.stages, g);
     const uint32_t kept = through_softmax<false, false>(
         scores, table, n, u.rows, keys, partial, drop_scale, s, g,
         params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
     store_pairs(g, shared.numbers);
     device::store_shared(shared.kept + device::thread(), kept);
-    multiply_columns(OwnTile<T>{shared.numbers, shared.kept, partial},
-                     TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys), keys,
+    multiply_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, key.tile(n, keys), keys,
                      u.first_column, p.head_dim, shared.stages, grad);
   };
   u.for_each_tile(p, u.keys_of_any(p), scores.masks(), add_tile, [&] {
@@ -255,8 +252,10 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, table.query_offsets);
   const auto grad_out =
       TileRows<Element>::of(p, params.grad_out, u.batch, T(1), table.grad_out_offsets);
-  const auto key = TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, u.first_key, u.keys);
-  const auto value = TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, u.first_key, u.keys);
+  const auto keys_of = [&](const Operand<const T>& x) {
+    return TileKeys<Element>::of_head(p, x, u.batch, u.kv_head).tile(u.first_key, u.keys);
+  };
+  const auto key = keys_of(p.key), value = keys_of(p.value);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   // Of a group of tiles, and of all.

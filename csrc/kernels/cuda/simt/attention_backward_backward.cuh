@@ -130,21 +130,23 @@ struct TangentTileRows {
   }
 };
 
-/// The keys of K, K', V and V' in a tile of a key/value head.
+/// The keys of K, K', V and V' of a key/value head, or of a tile of them.
 template <class Element>
 struct TangentTileKeys {
   Moving<TileKeys<Element>> key;
   Moving<TileKeys<Element>> value;
 
   template <class T>
-  static QKV_DEVICE TangentTileKeys of(const BackwardBackwardTask<T>& task, int64_t batch,
-                                       int64_t kv_head, int64_t first, int count) {
+  static QKV_DEVICE TangentTileKeys of_head(const BackwardBackwardTask<T>& task, int64_t batch,
+                                            int64_t kv_head) {
     const Problem<T>& p = task.backward.backward.problem;
-    const auto keys_of = [&](const Operand<const T>& x) {
-      return TileKeys<Element>::of(p, x, batch, kv_head, first, count);
-    };
-    return {{keys_of(p.key), keys_of(task.directions.key)},
-            {keys_of(p.value), keys_of(task.directions.value)}};
+    const Directions<T>& along = task.directions;
+    return {moving_keys<Element>(p, p.key, along.key, batch, kv_head),
+            moving_keys<Element>(p, p.value, along.value, batch, kv_head)};
+  }
+
+  QKV_DEVICE TangentTileKeys tile(int64_t first, int keys) const {
+    return {tile_of(key, first, keys), tile_of(value, first, keys)};
   }
 };
 
@@ -172,8 +174,9 @@ QKV_DEVICE void grad_query_t_unit(const BackwardBackwardTask<Real<Element>>& tas
   volatile T grad_of_all[kBackwardOwn][kColumns], slope_gradient_of_all[kBackwardOwn] = {};
   set_to_zero(grad);
   set_to_zero(grad_of_all);
+  const auto of_head = TangentTileKeys<Element>::of_head(task, u.batch, u.kv_head);
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
-    const auto other = TangentTileKeys<Element>::of(task, u.batch, u.kv_head, n, keys);
+    const auto other = of_head.tile(n, keys);
     T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
     T g[kBackwardOwn][kOthersOfThread], g_t[kBackwardOwn][kOthersOfThread];
     multiply_scores<false>(own.query, other.key, p.head_dim, depth, shared.stages, s, s_t);
@@ -217,7 +220,8 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
   const BackwardTangentRows<T>& table = shared.rows;
   const MovingScores<T> scores(p, task.directions, u.batch);
   const auto other = TangentTileRows<Element>::of(task, u.batch, table);
-  const auto own = TangentTileKeys<Element>::of(task, u.batch, u.kv_head, u.first_key, u.keys);
+  const auto own =
+      TangentTileKeys<Element>::of_head(task, u.batch, u.kv_head).tile(u.first_key, u.keys);
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   // Of a group of tiles, and of all.

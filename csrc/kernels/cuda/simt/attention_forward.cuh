@@ -90,10 +90,11 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
     sum_of_all[i] = softmax[i].sum;
   }
 
+  const auto key = TileKeys<Element>::of_head(p, p.key, u.batch, u.kv_head);
+  const auto value = TileKeys<Element>::of_head(p, p.value, u.batch, u.kv_head);
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     T s[kOwn][kOthersOfThread];
-    multiply_pairs<kOwn>(query, TileKeys<Element>::of(p, p.key, u.batch, u.kv_head, n, keys),
-                         p.head_dim, shared.stages, s);
+    multiply_pairs<kOwn>(query, key.tile(n, keys), p.head_dim, shared.stages, s);
     PairBits bits{0xffffffff, 0xffffffff};
     if (partial || scores.changes() || scores.drops()) {
       bits = modify_pairs<kOwn>(scores, tile, n, u.rows, keys, s);
@@ -119,8 +120,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
     if (columns == 0) return;
     store_pairs(s, shared.weights);
     device::store_shared(shared.kept + device::thread(), bits.kept);
-    multiply_columns(OwnTile<T>{shared.weights, shared.kept, partial},
-                     TileKeys<Element>::of(p, p.value, u.batch, u.kv_head, n, keys), keys,
+    multiply_columns(OwnTile<T>{shared.weights, shared.kept, partial}, value.tile(n, keys), keys,
                      u.first_column, p.value_dim, shared.stages, out);
   };
   const auto end = [&] {

@@ -104,19 +104,16 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   volatile T out_t_of_all[kBackwardOwn][kColumns], lse_t_of_all[kBackwardOwn] = {};
   set_to_zero(out_t);
   set_to_zero(out_t_of_all);
+  const auto key = moving_keys<Element>(p, p.key, along.key, u.batch, u.kv_head);
+  const auto value = moving_keys<Element>(p, p.value, along.value, u.batch, u.kv_head);
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
-    const auto keys_of = [&](const Operand<const T>& x, const Operand<const T>& x_t) {
-      return Moving<TileKeys<Element>>{TileKeys<Element>::of(p, x, u.batch, u.kv_head, n, keys),
-                                       TileKeys<Element>::of(p, x_t, u.batch, u.kv_head, n, keys)};
-    };
     T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
-    multiply_scores<false>(query, keys_of(p.key, along.key), p.head_dim, depth, shared.stages, s,
-                           s_t);
+    multiply_scores<false>(query, tile_of(key, n, keys), p.head_dim, depth, shared.stages, s, s_t);
     const uint32_t kept =
         weigh_pairs(scores, table, n, u.rows, keys, partial, drop_scale, s, s_t, lse_t);
     device::store_shared(shared.kept + device::thread(), kept);
     multiply_moving_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, moves, s_t,
-                            value_moves, s, keys_of(p.value, along.value), keys, u.first_column,
+                            value_moves, s, tile_of(value, n, keys), keys, u.first_column,
                             p.value_dim, shared.stages, out_t);
   };
   u.for_each_tile(p, any, scores.masks(), add_tile, [&] {

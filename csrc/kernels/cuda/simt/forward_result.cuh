@@ -10,6 +10,9 @@
 
 namespace qkv::kernels::simt {
 
+/// A lane of the warp that merges a row knows one split.
+constexpr int kMostSplits = device::kWarp;
+
 /// Splits are cut at multiples of 64 keys, as evenly as that allows.
 QKV_INLINE KeyRange keys_of_split(int64_t keys, int64_t splits, int64_t split) {
   const int64_t blocks = ceil_divide(keys, kOthers);

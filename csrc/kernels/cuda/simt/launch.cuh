@@ -53,10 +53,10 @@ int64_t forward_tiles(const Problem<T>& p) {
 }
 
 /// Of sizes alone, so that bits do not depend on the batch; ranges of at least 512 keys, and no
-/// more blocks of a head than 32.
+/// more blocks of a head than kMostSplits.
 template <class T>
 int64_t number_of_splits(const Problem<T>& p) {
-  const int64_t wanted = 32 / forward_tiles(p), possible = p.keys / 512;
+  const int64_t wanted = kMostSplits / forward_tiles(p), possible = p.keys / 512;
   const int64_t splits = wanted < possible ? wanted : possible;
   return splits < 1 ? 1 : splits;
 }
@@ -82,7 +82,8 @@ int launch_few_rows(const ForwardTask<Real<Element>>& task, void* stream) {
   static_assert(kWithoutQuery + kWidestOfFewRows * kOfColumn <= kSharedBytes);
   const int64_t units = RowUnit<kRows, kWarpColumns>::count(p, p.value_dim, task.splits);
   return device::launch("few_rows", few_rows_kernel<Element, kRows>, blocks_of(units), kThreads,
-                        kWithoutQuery + p.head_dim * kOfColumn, stream, task, units);
+                        kWithoutQuery + query_step<Element>(p.head_dim) * kOfColumn, stream, task,
+                        units);
 }
 
 template <class Element>

@@ -160,6 +160,8 @@ QKV_DEVICE void add_score_gradients(
   const auto query = TileRows<Element>::of(p, p.query, tile.batch, p.scale, table.query_offsets);
   const auto grad_out =
       TileRows<Element>::of(p, params.grad_out, tile.batch, T(1), table.grad_out_offsets);
+  const auto key = TileKeys<Element>::of_head(p, p.key, tile.batch, kv_head);
+  const auto value = TileKeys<Element>::of_head(p, p.value, tile.batch, kv_head);
   const T drop_scale = dropout_scale<T>(p.dropout);
   device::barrier();
   table.template load<kBackwardRows>(task, tile.batch, {tile.head, 1, p.queries}, tile.first_row,
@@ -167,12 +169,9 @@ QKV_DEVICE void add_score_gradients(
   device::barrier();
   for (int64_t n = tile.keys.begin - tile.keys.begin % kOthers; n < tile.keys.end; n += kOthers) {
     const int keys = at_most(kOthers, tile.keys.end - n);
-    const auto keys_of = [&](const Operand<const T>& x) {
-      return TileKeys<Element>::of(p, x, tile.batch, kv_head, n, keys);
-    };
     T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
-    multiply_pairs<kBackwardOwn>(query, keys_of(p.key), p.head_dim, shared.stages, s);
-    multiply_pairs<kBackwardOwn>(grad_out, keys_of(p.value), p.value_dim, shared.stages, g);
+    multiply_pairs<kBackwardOwn>(query, key.tile(n, keys), p.head_dim, shared.stages, s);
+    multiply_pairs<kBackwardOwn>(grad_out, value.tile(n, keys), p.value_dim, shared.stages, g);
     through_softmax<false, true>(scores, table, n, tile.rows, keys, true, drop_scale, s, g,
                                  static_cast<T*>(nullptr));
     add_pairs(g, sum);

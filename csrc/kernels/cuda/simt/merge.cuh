@@ -32,23 +32,29 @@ merge_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int6
       return device::load_global(row + split * partial_step(p) + column);
     };
 
-    T max = -infinity<T>();
-    for (int64_t s = 0; s < task.splits; ++s) max = maximum(max, of_split(s, p.value_dim));
-    const auto sum_of_splits = [&](int64_t column) {
-      T sum = T(0);
-      for (int64_t s = 0; s < task.splits; ++s) {
-        sum += factor_of_part(of_split(s, p.value_dim), max) * of_split(s, column);
-      }
-      return sum;
-    };
-    const ForwardResult<Element> result(task, kv / p.kv_heads);
-    T max_with_sink = max, sum = sum_of_splits(p.value_dim + 1);
-    const bool has_keys = sum != T(0);
-    const T normaliser = result.finish(head, max_with_sink, sum);
-    for (int64_t column = lane; column < output_columns(task); column += device::kWarp) {
-      result.write(head, query, column, normaliser * sum_of_splits(column));
+    // A lane knows of one split what all columns need.
+    const T own_max = lane < task.splits ? of_split(lane, p.value_dim) : -infinity<T>();
+    const T own_sum = lane < task.splits ? of_split(lane, p.value_dim + 1) : T(0);
+    T max = maximum_of_lanes<device::kWarp>(own_max), sum = T(0);
+    const T factor = factor_of_part(own_max, max);
+    for (int s = 0; s < task.splits; ++s) {
+      sum += device::shuffle(factor, s) * device::shuffle(own_sum, s);
     }
-    if (lane == 0) result.write_lse(head, query, max_with_sink, sum, has_keys);
+    const ForwardResult<Element> result(task, kv / p.kv_heads);
+    const bool has_keys = sum != T(0);
+    const T normaliser = result.finish(head, max, sum);
+    for (int64_t first = 0; first < output_columns(task); first += device::kWarp) {
+      const int64_t column = first + lane;
+      const bool exists = column < output_columns(task);
+      T out = T(0);
+#pragma unroll 8
+      for (int s = 0; s < task.splits; ++s) {
+        const T part = exists ? of_split(s, column) : T(0);
+        out += device::shuffle(factor, s) * part;
+      }
+      if (exists) result.write(head, query, column, normaliser * out);
+    }
+    if (lane == 0) result.write_lse(head, query, max, sum, has_keys);
   }
 }
 

@@ -105,6 +105,20 @@ struct Moving {
   }
 };
 
+/// K and K', or V and V', of a key/value head, and a tile of them.
+template <class Element, class T>
+QKV_DEVICE Moving<TileKeys<Element>> moving_keys(const Problem<T>& p, const Operand<const T>& x,
+                                                 const Operand<const T>& x_t, int64_t batch,
+                                                 int64_t kv_head) {
+  return {TileKeys<Element>::of_head(p, x, batch, kv_head),
+          TileKeys<Element>::of_head(p, x_t, batch, kv_head)};
+}
+template <class Element>
+QKV_DEVICE Moving<TileKeys<Element>> tile_of(const Moving<TileKeys<Element>>& keys, int64_t first,
+                                             int count) {
+  return {keys.operand.tile(first, count), keys.direction.tile(first, count)};
+}
+
 /// Pairs to other registers.
 template <class T>
 QKV_DEVICE void assign_pairs(const T (&from)[kBackwardOwn][kOthersOfThread],

@@ -144,11 +144,11 @@ class SharedMemory {
 template <class T>
 QKV_DEVICE int64_t batch_offset(const Problem<T>& p, int64_t batch, const int64_t* strides) {
   int64_t offset = 0;
-  for (int d = p.batch_rank - 1; d >= 0; --d) {
+  for (int d = p.batch_rank - 1; d > 0; --d) {
     offset += batch % p.batch_size[d] * strides[d];
     batch /= p.batch_size[d];
   }
-  return offset;
+  return p.batch_rank == 0 ? 0 : offset + batch * strides[0];
 }
 
 /// A batch element of an operand. Its numbers are stored as Elements, whatever its type says.
@@ -279,22 +279,88 @@ struct TileRows {
   }
 };
 
-/// Keys first .. first + count of key or value as one side of a product; 0 after them.
+/// kCount numbers as they lie in memory, one after the other. Words, for what memory is asked for
+/// is waited for where it is taken apart.
+template <class Element, int kCount>
+struct Piece {
+  static constexpr int kBytes = kCount * sizeof(Element), kWords = kBytes / 4;
+  static constexpr int kAlignment = kBytes < 16 ? kBytes : 16;
+
+  uint32_t words[kWords];
+
+  QKV_DEVICE Real<Element> operator[](int i) const {
+    Element x;
+    if constexpr (sizeof(Element) == 2) {
+      x = Element{static_cast<uint16_t>(words[i / 2] >> i % 2 * 16)};
+    } else {
+      memcpy(&x, words + i * (kWords / kCount), sizeof(x));
+    }
+    return static_cast<Real<Element>>(x);
+  }
+
+  /// One number after the other, the first `count` of them; 0 after these.
+  QKV_DEVICE void gather(const Element* from, int count) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const Element x = i < count ? device::load_global(from + i) : Element{};
+      if constexpr (sizeof(Element) == 2) {
+        words[i / 2] = i % 2 == 0 ? x.bits : words[i / 2] | static_cast<uint32_t>(x.bits) << 16;
+      } else {
+        memcpy(words + i * (kWords / kCount), &x, sizeof(x));
+      }
+    }
+  }
+};
+
+/// Keys of a head, first_key and `count` - 1 after it, of key or value as one side of a product; 0
+/// after them.
 template <class Element>
 struct TileKeys {
   const Element* first_key;
   int64_t row_stride;
   int count;
 
+  /// Before a loop over tiles: to find a batch element takes divisions.
   template <class T>
-  static QKV_DEVICE TileKeys of(const Problem<T>& p, const Operand<const T>& x, int64_t batch,
-                                int64_t kv_head, int64_t first, int count) {
-    return {batch_of<Element>(p, x, batch) + kv_head * x.head_stride + first * x.row_stride,
-            x.row_stride, count};
+  static QKV_DEVICE TileKeys of_head(const Problem<T>& p, const Operand<const T>& x, int64_t batch,
+                                     int64_t kv_head) {
+    return {batch_of<Element>(p, x, batch) + kv_head * x.head_stride, x.row_stride, 0};
+  }
+
+  QKV_DEVICE TileKeys tile(int64_t first, int keys) const {
+    return {first_key + first * row_stride, row_stride, keys};
   }
 
   QKV_DEVICE Real<Element> operator()(int k, int64_t column) const {
     return k < count ? load_number(first_key + k * row_stride + column) : Real<Element>(0);
+  }
+
+  /// Whether load() may read pieces of so many columns at once.
+  template <int kCount>
+  QKV_DEVICE bool lies_in_pieces(int64_t columns) const {
+    return columns % kCount == 0 && row_stride % kCount == 0 &&
+           reinterpret_cast<uintptr_t>(first_key) % Piece<Element, kCount>::kAlignment == 0;
+  }
+
+  /// The columns of keys k, k + step, .. from `column` on, a multiple of kCount; 0 where there is
+  /// none.
+  template <int kCount, int kKeys>
+  QKV_DEVICE void load(int k, int step, int64_t column, int64_t columns, bool in_pieces,
+                       Piece<Element, kCount> (&to)[kKeys]) const {
+    const int exist = at_most(kCount, columns - column);
+    const auto from = [&](int n) { return first_key + (k + n * step) * row_stride + column; };
+    if (in_pieces) {
+#pragma unroll
+      for (int n = 0; n < kKeys; ++n) {
+        to[n] = {};
+        if (exist > 0 && k + n * step < count) {
+          device::load_global(reinterpret_cast<const uint32_t*>(from(n)), to[n].words);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kKeys; ++n) to[n].gather(from(n), k + n * step < count ? exist : 0);
+    }
   }
 };
 
