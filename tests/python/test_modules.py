@@ -136,8 +136,10 @@ def test_copies_and_compiles(name):
     assert torch.equal(pickle.loads(pickle.dumps(module))(**inputs), expected)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**inputs), expected)
-    with expected.device:  # a mode, as torch.set_default_device() is, in which methods of tensors are
-        torch.testing.assert_close(compiled(**inputs), expected)  # Python's, not all of them traceable
+    # Under a default device, which is a mode: methods of tensors are then Python's, and not all of
+    # them can be traced.
+    with expected.device:
+        torch.testing.assert_close(compiled(**inputs), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}])
