@@ -272,6 +272,32 @@ TEST(Emulated, WeightsOfDerivativesAddUp) {
   expect_no_faults();
 }
 
+/// Where rows are aligned, few rows take 16 bytes of them at once, else number by number.
+TEST(Emulated, FewRowsReadPiecesAndNumbersAlike) {
+  const auto with_odd_rows = [](const Tensor& x) {
+    auto sizes = x.sizes().vec();
+    ++sizes.back();
+    return torch::zeros(sizes, x.options()).slice(-1, 1).copy_(x);
+  };
+  for (const auto type : {torch::kDouble, torch::kFloat, torch::kBFloat16, torch::kHalf}) {
+    for (const int64_t rows : {1, 3, 8}) {
+      torch::manual_seed(7);
+      const Tensor query = torch::randn({2, rows, 72}).to(type),
+                   key = torch::randn({2, 1100, 72}).to(type),
+                   value = torch::randn({2, 1100, 40}).to(type);
+      const Tensor found = qkv::attention(query, key, value);
+      EXPECT_TRUE(found.equal(qkv::attention(query, with_odd_rows(key), with_odd_rows(value))))
+          << type << ", " << rows;
+      const Tensor scores = torch::matmul(query.to(torch::kDouble), key.to(torch::kDouble).mT());
+      const Tensor wanted =
+          torch::matmul(torch::softmax(scores / std::sqrt(72.0), -1), value.to(torch::kDouble));
+      EXPECT_TRUE(torch::allclose(found.to(torch::kDouble), wanted, 1e-2, 1e-3))
+          << type << ", " << rows;
+    }
+  }
+  expect_no_faults();
+}
+
 TEST(Emulated, AKeptNanIsSeenAmongWeightsOfZero) {
   for (const int64_t rows : {1, 130}) {
     const Tensor query = torch::full({1, rows, 1}, 1e20), key = torch::full({1, 2100, 1}, -1e20),
