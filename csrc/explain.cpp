@@ -51,8 +51,9 @@ std::string kernel_name(const Call& call) {
   return query.is_cpu() ? name + ' ' + isa(call.operands) : name;
 }
 
-/// What CPU kernels multiply for operands in 16 bits.
+/// What is multiplied for operands in 16 bits.
 std::string products(const Operands& x) {
+  if (x.query.is_cuda()) return dtype_name(at::kFloat) + ", without tensor cores";
   const MultipliesIn16Bits own(x);
   const auto numbers = [&](bool in_16_bits) {
     return dtype_name(in_16_bits ? x.query.scalar_type() : at::kFloat);
@@ -84,7 +85,7 @@ std::string description(const char* op, const Call& call) {
   const char* rest = fused ? "unfused reference formulas" : "unfused reference";
   out << "  third order        " << rest << '\n';
   out << "  jvp of a jvp       " << rest << '\n';
-  if (fused && has_sizes(x) && x.query.is_cpu() && has_16_bits(x.query)) {
+  if (fused && has_16_bits(x.query) && (x.query.is_cuda() || (x.query.is_cpu() && has_sizes(x)))) {
     out << "  products           " << products(x) << '\n';
   }
   out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)

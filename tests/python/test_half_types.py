@@ -260,6 +260,14 @@ def test_explain_where_only_the_keys_are_a_symbol(dtype):
 
 
 @half_types
+def test_explain_says_that_no_tensor_cores_run(dtype):
+    with FakeTensorMode():  # needs no GPU, but a library with its kernels
+        query = torch.empty(1, 2, 24, 16, dtype=dtype, device="cuda")
+        text = qkv.explain(query, query, query)
+    assert ("float32, without tensor cores" in text) == ("fused cuda" in text)
+
+
+@half_types
 @pytest.mark.parametrize("queries", [1, 4, 100])
 def test_rows_an_odd_number_apart(queries, dtype):
     """Pairs of numbers do not begin at the same places in all rows then."""

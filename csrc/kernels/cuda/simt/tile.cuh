@@ -320,7 +320,7 @@ struct TileKeys {
   int64_t row_stride;
   int count;
 
-  /// Before a loop over tiles: to find a batch element takes divisions.
+  /// Of a head, to take tiles of: found before a loop, as a batch element takes divisions to find.
   template <class T>
   static QKV_DEVICE TileKeys of_head(const Problem<T>& p, const Operand<const T>& x, int64_t batch,
                                      int64_t kv_head) {
