@@ -174,9 +174,9 @@ QKV_DEVICE void grad_query_t_unit(const BackwardBackwardTask<Real<Element>>& tas
   volatile T grad_of_all[kBackwardOwn][kColumns], slope_gradient_of_all[kBackwardOwn] = {};
   set_to_zero(grad);
   set_to_zero(grad_of_all);
-  const auto of_head = TangentTileKeys<Element>::of_head(task, u.batch, u.kv_head);
+  const auto head_keys = TangentTileKeys<Element>::of_head(task, u.batch, u.kv_head);
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
-    const auto other = of_head.tile(n, keys);
+    const auto other = head_keys.tile(n, keys);
     T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
     T g[kBackwardOwn][kOthersOfThread], g_t[kBackwardOwn][kOthersOfThread];
     multiply_scores<false>(own.query, other.key, p.head_dim, depth, shared.stages, s, s_t);

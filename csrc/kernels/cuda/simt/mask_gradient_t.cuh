@@ -20,7 +20,7 @@ QKV_DEVICE void add_score_gradients_t(
   const BackwardTangentRows<T>& table = shared.rows;
   const MovingScores<T> scores(p, task.directions, tile.batch);
   const auto own = TangentTileRows<Element>::of(task, tile.batch, table);
-  const auto of_head = TangentTileKeys<Element>::of_head(task, tile.batch, kv_head);
+  const auto head_keys = TangentTileKeys<Element>::of_head(task, tile.batch, kv_head);
   const T drop_scale = dropout_scale<T>(p.dropout);
   device::barrier();
   table.template load<kBackwardRows>(task, tile.batch, {tile.head, 1, p.queries}, tile.first_row,
@@ -28,7 +28,7 @@ QKV_DEVICE void add_score_gradients_t(
   device::barrier();
   for (int64_t n = tile.keys.begin - tile.keys.begin % kOthers; n < tile.keys.end; n += kOthers) {
     const int keys = at_most(kOthers, tile.keys.end - n);
-    const auto other = of_head.tile(n, keys);
+    const auto other = head_keys.tile(n, keys);
     T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
     T g[kBackwardOwn][kOthersOfThread], g_t[kBackwardOwn][kOthersOfThread];
     multiply_scores<false>(own.query, other.key, p.head_dim, depth, shared.stages, s, s_t);

@@ -140,7 +140,8 @@ class SharedMemory {
   int64_t taken_;
 };
 
-/// How far an operand's batch element is from its beginning.
+/// How far an operand's batch element is from its beginning. The first dimension, often the only
+/// one, takes no division.
 template <class T>
 QKV_DEVICE int64_t batch_offset(const Problem<T>& p, int64_t batch, const int64_t* strides) {
   int64_t offset = 0;
