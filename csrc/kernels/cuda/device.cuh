@@ -122,6 +122,18 @@ QKV_DEVICE void load_global(const T* from, T (&to)[kCount]) {
   }
 }
 
+/// Of shared memory on the current device, so that `blocks` blocks with so much fit a
+/// multiprocessor.
+inline int64_t most_shared_bytes(int blocks) {
+  int device = 0, of_multiprocessor = 0, of_block = 0, reserved = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
+  const int64_t bytes = of_multiprocessor / blocks - reserved;
+  return bytes < of_block ? bytes : of_block;
+}
+
 /// Runs kernel(arguments..), the arguments of exactly its parameters' types, in `blocks` blocks on
 /// a cudaStream_t. A cudaError_t, 0 if all is well.
 template <class Kernel, class... Arguments>

@@ -38,7 +38,7 @@ struct BackwardRows : WeightRows<T> {
     const BackwardParams<T>& params = task.backward;
     WeightRows<T>::template load<kRows>(params.problem, params.lse, params.lse_rest, batch, packed,
                                         first, operands...);
-    for (int r = device::thread(); r < kRows; r += kThreads) {
+    if (const int r = device::thread(); r < kRows) {
       device::store_shared(
           delta + r, scalar_of_row<T>(params.problem, task.delta, batch, packed, first + r, T(0)));
     }
@@ -161,14 +161,14 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
   const BackwardShared<T, kColumns> shared(device::shared_memory());
-  const RowUnit<kBackwardRows, kWidth> u(p, unit, p.head_dim);
+  const RowUnit<kOwns, kWidth> u(p, unit, p.head_dim);
 
   const BackwardRows<T>& table = shared.rows;
   const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, table.query_offsets);
   const auto grad_out =
       TileRows<Element>::of(p, params.grad_out, u.batch, T(1), table.grad_out_offsets);
   device::barrier();
-  table.template load<kBackwardRows>(task, u.batch, u.packed, u.first_row, query, grad_out);
+  table.template load<kOwns>(task, u.batch, u.packed, u.first_row, query, grad_out);
   device::barrier();
   const Scores<T> scores(p, u.batch);
   const T drop_scale = dropout_scale<T>(p.dropout);
@@ -242,7 +242,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
   const BackwardShared<T, kColumns> shared(device::shared_memory());
-  const KeyUnit<kBackwardRows, kWidth> u(p, unit, widest_gradient(p));
+  const KeyUnit<kOwns, kWidth> u(p, unit, widest_gradient(p));
   const bool need_key = params.grad_key.data != nullptr && u.first_column < p.head_dim;
   const bool need_value = params.grad_value.data != nullptr && u.first_column < p.value_dim;
   if (!need_key && !need_value) return;

@@ -40,7 +40,7 @@ struct BackwardTangentRows : BackwardRows<T> {
                        int64_t first, const Operands&... operands) const {
     const Problem<T>& p = task.backward.backward.problem;
     BackwardRows<T>::template load<kRows>(task.backward, batch, packed, first, operands...);
-    for (int r = device::thread(); r < kRows; r += kThreads) {
+    if (const int r = device::thread(); r < kRows) {
       device::store_shared(lse_t + r, scalar_of_row(p, task.lse_t, batch, packed, first + r, T(0)));
       device::store_shared(delta_t + r,
                            scalar_of_row<T>(p, task.delta_t, batch, packed, first + r, T(0)));
@@ -157,14 +157,14 @@ QKV_DEVICE void grad_query_t_unit(const BackwardBackwardTask<Real<Element>>& tas
   const BackwardParams<T>& params = task.backward.backward;
   const Problem<T>& p = params.problem;
   const BackwardTangentShared<T, kColumns> shared(device::shared_memory());
-  const RowUnit<kBackwardRows, kWidth> u(p, unit, p.head_dim);
+  const RowUnit<kOwns, kWidth> u(p, unit, p.head_dim);
   const auto depth = MovingDepths::of(p, task.directions);
 
   const BackwardTangentRows<T>& table = shared.rows;
   const auto own = TangentTileRows<Element>::of(task, u.batch, table);
   device::barrier();
-  table.template load<kBackwardRows>(task, u.batch, u.packed, u.first_row, own.query.operand,
-                                     own.query.direction, own.grad_out);
+  table.template load<kOwns>(task, u.batch, u.packed, u.first_row, own.query.operand,
+                             own.query.direction, own.grad_out);
   device::barrier();
   const MovingScores<T> scores(p, task.directions, u.batch);
   const T drop_scale = dropout_scale<T>(p.dropout);
@@ -211,7 +211,7 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
   const BackwardParams<T>& params = task.backward.backward;
   const Problem<T>& p = params.problem;
   const BackwardTangentShared<T, kColumns> shared(device::shared_memory());
-  const KeyUnit<kBackwardRows, kWidth> u(p, unit, widest_gradient(p));
+  const KeyUnit<kOwns, kWidth> u(p, unit, widest_gradient(p));
   const auto depth = MovingDepths::of(p, task.directions);
   const bool need_key = params.grad_key.data != nullptr && u.first_column < p.head_dim;
   const bool need_value = params.grad_value.data != nullptr && u.first_column < p.value_dim;

@@ -11,7 +11,7 @@
 //     out = dropout(softmax(softcap(scale · Q Kᵀ) + mask - ALiBi)) V
 //     lse = log of the sum that the softmax divides by, a sink included
 //
-// A block owns 16 · kOwn packed rows of one key/value head, 16 · kColumns columns of the output and
+// A block owns 64 packed rows of one key/value head, 16 · kColumns columns of the output and
 // one range of the keys ("split"; there is one unless rows are few):
 //
 //     for 64 keys at a time:   S   [rows][64]      in registers
@@ -26,19 +26,70 @@ namespace qkv::kernels::simt {
 template <class T, int kOwn, int kColumns>
 struct ForwardShared {
   SharedMemory memory;
-  T* stages = memory.take<T>(kStageNumbers<T, kOwn, kColumns>);
-  T* weights = memory.take<T>(kOthers * kOwnStep<kOwn>);  // [64][rows]
-  uint32_t* kept = memory.take<uint32_t>(kThreads);       // of each thread
-  RowTile rows = RowTile::in<kSide * kOwn>(memory);
-  int64_t* query_offsets = memory.take<int64_t>(kSide * kOwn);
+  T* query;  // if it stays: all its stages
+  Stages<T> stages = Stages<T>::template in<kStageNumbers<T, kColumns>>(memory);
+  T* weights = memory.take<T>(kOthers * kSideStep);              // [64][rows]
+  uint32_t* kept = memory.take<uint32_t>(kThreadsOfTile<kOwn>);  // of each thread
+  RowTile rows = RowTile::in<kOwns>(memory);
+  int64_t* query_offsets = memory.take<int64_t>(kOwns);
 
-  explicit constexpr QKV_INLINE ForwardShared(char* begin) : memory(begin) {}
+  constexpr QKV_INLINE ForwardShared(char* begin, int64_t query_stages)
+      : memory(begin), query(memory.take<T>(static_cast<int>(query_stages * kSideStage<T>))) {}
 };
+
+/// The stages of S, with Q in shared memory or not.
+template <int kOwn, bool kQueryStays, class Element>
+struct ScoreStage {
+  using Keys = TileKeys<Element>;
+  using Type = OtherStage<kOwn, Keys>;
+
+  template <class Shared, class Pieces>
+  static QKV_DEVICE Type of(const TileRows<Element>&, const Shared& shared, const Keys& keys,
+                            int64_t depth, Pieces& pieces) {
+    return {shared.query, keys, depth, pieces};
+  }
+};
+template <int kOwn, class Element>
+struct ScoreStage<kOwn, false, Element> {
+  using Keys = TileKeys<Element>;
+  using Type = PairStage<kOwn, TileRows<Element>, Keys>;
+
+  template <class Shared, class Pieces>
+  static QKV_DEVICE Type of(const TileRows<Element>& query, const Shared&, const Keys& keys,
+                            int64_t depth, Pieces& pieces) {
+    return {query, keys, depth, pieces};
+  }
+};
+
+/// s: -inf where the pair is not kept, if that is for the band and the ends of rows and keys alone.
+/// Returns which are kept.
+template <int kOwn, class T>
+QKV_DEVICE uint32_t cut_pairs(const RowTile& tile, int64_t first_key, int keys,
+                              T (&s)[kOwn][kOthersOfThread]) {
+  const int of_thread = thread_x() * kOthersOfThread;
+  uint32_t kept = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int r = thread_y() * kOwn + i;
+    const int begin = within(kOthers, device::load_shared(tile.begin + r) - first_key) - of_thread;
+    const int end = within(keys, device::load_shared(tile.end + r) - first_key) - of_thread;
+#pragma unroll
+    for (int j = 0; j < kOthersOfThread; ++j) {
+      const bool keep = j >= begin && j < end;
+      s[i][j] = keep ? s[i][j] : -infinity<T>();
+      kept |= static_cast<uint32_t>(keep) << (4 * i + j);
+    }
+  }
+  return kept;
+}
 
 /// s: scale · <q, k> -> scores, -inf where the pair is not kept.
 template <int kOwn, class T>
 QKV_DEVICE PairBits modify_pairs(const Scores<T>& scores, const RowTile& tile, int64_t first_key,
                                  int rows, int keys, T (&s)[kOwn][kOthersOfThread]) {
+  if (!scores.changes() && !scores.drops()) {
+    return {cut_pairs(tile, first_key, keys, s), 0xffffffff};
+  }
   T pairs[kOwn * kOthersOfThread];
 #pragma unroll
   for (int i = 0; i < kOwn * kOthersOfThread; ++i) pairs[i] = s[i / 4][i % 4];
@@ -59,18 +110,56 @@ QKV_DEVICE PairBits modify_pairs(const Scores<T>& scores, const RowTile& tile, i
   return bits;
 }
 
-template <class Element, int kOwn, int kColumns>
+/// s: scores -> weights, 0 where dropout takes them, of which the softmax's sums know nothing. out
+/// follows its maxima.
+template <int kOwn, int kColumns, class T, class Softmax>
+QKV_DEVICE void weigh_scores(bool drops, uint32_t stays, T (&s)[kOwn][kOthersOfThread],
+                             Softmax (&softmax)[kOwn], T (&out)[kOwn][kColumns]) {
+  // Of all rows at once: what a row waits for in a shuffle, others use.
+  T max[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    max[i] = s[i][0];
+#pragma unroll
+    for (int j = 1; j < kOthersOfThread; ++j) max[i] = maximum(max[i], s[i][j]);
+  }
+#pragma unroll
+  for (int bits = 1; bits < kSide; bits *= 2) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) max[i] = maximum(max[i], device::shuffle_xor(max[i], bits));
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const T correction = softmax[i].raise_max(max[i]);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) out[i][j] *= correction;
+    const T shift = softmax[i].shift();
+#pragma unroll
+    for (int j = 0; j < kOthersOfThread; ++j) s[i][j] = softmax[i].weight(s[i][j], shift);
+  }
+  if (!drops) return;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+    for (int j = 0; j < kOthersOfThread; ++j) {
+      s[i][j] = stays >> (4 * i + j) & 1 ? s[i][j] : T(0);
+    }
+  }
+}
+
+template <class Element, int kOwn, int kColumns, bool kQueryStays>
 QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t unit) {
   using T = Real<Element>;
-  constexpr int kRows = kSide * kOwn, kWidth = kSide * kColumns;
+  constexpr int kWidth = kSide * kColumns;
   const Problem<T>& p = task.forward.problem;
-  const ForwardShared<T, kOwn, kColumns> shared(device::shared_memory());
+  const ForwardShared<T, kOwn, kColumns> shared(device::shared_memory(),
+                                                kQueryStays ? stages_of<T>(p.head_dim) : 0);
   const int64_t columns = output_columns(task);
-  const RowUnit<kRows, kWidth> u(p, unit, columns, task.splits);
+  const RowUnit<kOwns, kWidth> u(p, unit, columns, task.splits);
 
   const RowTile& tile = shared.rows;
   const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, shared.query_offsets);
-  tile.load<kRows>(p, u.packed, u.first_row, query.offsets);
+  tile.load<kOwns>(p, u.packed, u.first_row, query.offsets);
   device::barrier();
   const Scores<T> scores(p, u.batch);
   const KeyRange split = keys_of_split(p.keys, task.splits, u.split);
@@ -92,36 +181,55 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 
   const auto key = TileKeys<Element>::of_head(p, p.key, u.batch, u.kv_head);
   const auto value = TileKeys<Element>::of_head(p, p.value, u.batch, u.kv_head);
+  const auto tile_of = [&](const TileKeys<Element>& of_head, int64_t n) {
+    return of_head.tile(n, at_most(kOthers, any.end - n));
+  };
+  // The products' stages follow each other without a pause: S's last is multiplied while V's first
+  // is fetched, and V's last while the first of the next tile's S is.
+  Stages<T> stages = shared.stages;
+  if (kQueryStays) {
+    store_side<kOwn>(query, p.head_dim, shared.query);
+    device::barrier();
+  }
+  using Score = ScoreStage<kOwn, kQueryStays, Element>;
+  constexpr int kOfPairs = Score::Type::kPieces, kOfColumns = kPiecesOfColumns<kOwn, kColumns>;
+  StagePieces<Element, (kOfPairs > kOfColumns ? kOfPairs : kOfColumns)> pieces;
+  TileKeys<Element> tile_keys = tile_of(key, any.begin - any.begin % kOthers);
+  auto pairs = Score::of(query, shared, tile_keys, p.head_dim, pieces);
+  if (!any.empty()) {
+    pairs.fetch(0);
+    pairs.store(stages.now);
+    device::barrier();
+  }
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     T s[kOwn][kOthersOfThread];
-    multiply_pairs<kOwn>(query, key.tile(n, keys), p.head_dim, shared.stages, s);
+    const TileKeys<Element> tile_values = tile_of(value, n);
+    // Without columns one stage of zeros.
+    ColumnStage<kOwn, kColumns, TileKeys<Element>> values(tile_values, columns == 0 ? 1 : keys,
+                                                          u.first_column, columns, pieces);
+    bool finite = true;
+    multiply_staged_pairs(
+        pairs, stages, s, [&] { values.fetch(0); },
+        [&](T* stage) { finite = values.store(stage); });
     PairBits bits{0xffffffff, 0xffffffff};
     if (partial || scores.changes() || scores.drops()) {
       bits = modify_pairs<kOwn>(scores, tile, n, u.rows, keys, s);
     }
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      T block_max = s[i][0];
-#pragma unroll
-      for (int j = 1; j < kOthersOfThread; ++j) block_max = maximum(block_max, s[i][j]);
-      const T correction = softmax[i].raise_max(maximum_of_lanes<kSide>(block_max));
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) out[i][j] *= correction;
-      const T shift = softmax[i].shift();
-#pragma unroll
-      for (int j = 0; j < kOthersOfThread; ++j) s[i][j] = softmax[i].weight(s[i][j], shift);
-      if (scores.drops()) {
-#pragma unroll
-        for (int j = 0; j < kOthersOfThread; ++j) {
-          s[i][j] = bits.stays >> (4 * i + j) & 1 ? s[i][j] : T(0);
-        }
-      }
-    }
-    if (columns == 0) return;
+    weigh_scores(scores.drops(), bits.stays, s, softmax, out);
     store_pairs(s, shared.weights);
     device::store_shared(shared.kept + device::thread(), bits.kept);
-    multiply_columns(OwnTile<T>{shared.weights, shared.kept, partial}, value.tile(n, keys), keys,
-                     u.first_column, p.value_dim, shared.stages, out);
+    const OwnTile<T> weights{shared.weights, shared.kept, partial};
+    const bool exact = weights.barrier_or_not_finite(finite);
+    const bool more = n + kOthers < any.end;
+    if (more) tile_keys = tile_of(key, n + kOthers);
+    multiply_staged_columns(
+        weights, values, exact, stages, out,
+        [&] {
+          if (more) pairs.fetch(0);
+        },
+        [&](T* stage) {
+          if (more) pairs.store(stage);
+        });
   };
   const auto end = [&] {
 #pragma unroll
@@ -171,11 +279,11 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   }
 }
 
-template <class Element, int kOwn, int kColumns>
-QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(kOwn* kOthersOfThread + kOwn * kColumns))
+template <class Element, int kOwn, int kColumns, bool kQueryStays>
+QKV_KERNEL(kThreadsOfTile<kOwn>, sizeof(Real<Element>) == 4 ? 2 : 1)
 attention_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
-    forward_unit<Element, kOwn, kColumns>(task, unit);
+    forward_unit<Element, kOwn, kColumns, kQueryStays>(task, unit);
     device::barrier();
   }
 }

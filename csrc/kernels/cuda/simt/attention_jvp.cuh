@@ -82,7 +82,7 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   const Problem<T>& p = params.problem;
   const Directions<T>& along = params.directions;
   const JvpShared<T, kColumns> shared(device::shared_memory());
-  const RowUnit<kBackwardRows, kWidth> u(p, unit, p.value_dim);
+  const RowUnit<kOwns, kWidth> u(p, unit, p.value_dim);
   const auto depth = MovingDepths::of(p, along);
   const bool moves = scores_move(along), value_moves = along.value.data != nullptr;
 
@@ -92,8 +92,8 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
       TileRows<Element>::of(p, p.query, u.batch, p.scale, table.query_offsets),
       TileRows<Element>::of(p, along.query, u.batch, p.scale, table.query_t_offsets)};
   device::barrier();
-  table.template load<kBackwardRows>(p, params.lse, params.lse_rest, u.batch, u.packed, u.first_row,
-                                     query.operand, query.direction);
+  table.template load<kOwns>(p, params.lse, params.lse_rest, u.batch, u.packed, u.first_row,
+                             query.operand, query.direction);
   device::barrier();
   const MovingScores<T> scores(p, along, u.batch);
   const KeyRange any = moves || value_moves ? u.keys_of_any(p) : KeyRange{0, 0};

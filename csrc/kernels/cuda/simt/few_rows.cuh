@@ -50,6 +50,26 @@ struct FewRowsShared {
       : memory(begin), query(memory.take<T>(static_cast<int>(kRows * query_step))) {}
 };
 
+/// Columns `column` and those after it, of `columns`, of keys k, k + step, ..
+template <bool kInPieces, class Element, int kCount>
+QKV_DEVICE void fetch_keys(const TileKeys<Element>& keys, int k, int step, int64_t column,
+                           int64_t columns, Piece<Element, kCount> (&to)[kInFlight]) {
+#pragma unroll
+  for (int n = 0; n < kInFlight; ++n) {
+    to[n] = fetch_piece<kInPieces, kCount>(keys, k + n * step, column, columns);
+  }
+}
+template <class Element, int kCount>
+QKV_DEVICE void fetch_keys(const TileKeys<Element>& keys, int k, int step, int64_t column,
+                           int64_t columns, bool in_pieces,
+                           Piece<Element, kCount> (&to)[kInFlight]) {
+  if (in_pieces) {
+    fetch_keys<true>(keys, k, step, column, columns, to);
+  } else {
+    fetch_keys<false>(keys, k, step, column, columns, to);
+  }
+}
+
 /// The products of 32 keys with all rows: score[r] is of key `lane`.
 template <class Element, int kRows>
 QKV_DEVICE void multiply_keys(const TileKeys<Element>& keys, const Real<Element>* query,
@@ -66,7 +86,7 @@ QKV_DEVICE void multiply_keys(const TileKeys<Element>& keys, const Real<Element>
 #pragma unroll 1
     for (int64_t d = lane % kLanesOfKey * kNumbers; d < head_dim; d += kLanesOfKey * kNumbers) {
       Piece<Element, kNumbers> pieces[kInFlight];
-      keys.load(n + lane / kLanesOfKey, kKeysAtOnce, d, head_dim, in_pieces, pieces);
+      fetch_keys(keys, n + lane / kLanesOfKey, kKeysAtOnce, d, head_dim, in_pieces, pieces);
 #pragma unroll
       for (int g = 0; g < kInFlight; ++g) {
         T k[kNumbers];
@@ -156,7 +176,8 @@ QKV_DEVICE void few_rows_unit(const ForwardTask<Real<Element>>& task, int64_t un
     for (int j = 0; j < keys; j += kInFlight) {
       if ((kept_by_any >> j & ((1 << kInFlight) - 1)) == 0) continue;
       Piece<Element, kLaneColumns> pieces[kInFlight];
-      values.load(j, 1, u.first_column + lane * kLaneColumns, p.value_dim, in_pieces, pieces);
+      fetch_keys(values, j, 1, u.first_column + lane * kLaneColumns, p.value_dim, in_pieces,
+                 pieces);
 #pragma unroll
       for (int k = 0; k < kInFlight; ++k) {
         T v[kLaneColumns];

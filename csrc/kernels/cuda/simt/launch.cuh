@@ -49,7 +49,7 @@ int few_rows_of_tile(const Problem<T>& p) {
 template <class T>
 int64_t forward_tiles(const Problem<T>& p) {
   const int of_tile = few_rows_of_tile(p);
-  return ceil_divide(rows_of_kv_head(p), of_tile != 0 ? of_tile : kSide * kForwardOwn<T>);
+  return ceil_divide(rows_of_kv_head(p), of_tile != 0 ? of_tile : kOwns);
 }
 
 /// Of sizes alone, so that bits do not depend on the batch; ranges of at least 512 keys, and no
@@ -61,15 +61,30 @@ int64_t number_of_splits(const Problem<T>& p) {
   return splits < 1 ? 1 : splits;
 }
 
-template <class Element, int kOwn, int kColumns>
-int launch_forward(const ForwardTask<Real<Element>>& task, void* stream) {
+template <class Element, int kColumns, bool kQueryStays>
+int launch_forward(const ForwardTask<Real<Element>>& task, int64_t bytes, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
+  constexpr int kOwn = kForwardOwn<T>;
   const int64_t units =
-      RowUnit<kSide * kOwn, kSide * kColumns>::count(p, output_columns(task), task.splits);
-  return device::launch("attention_forward", attention_forward_kernel<Element, kOwn, kColumns>,
-                        blocks_of(units), kThreads,
-                        shared_bytes<ForwardShared<T, kOwn, kColumns>>(), stream, task, units);
+      RowUnit<kOwns, kSide * kColumns>::count(p, output_columns(task), task.splits);
+  return device::launch("attention_forward",
+                        attention_forward_kernel<Element, kOwn, kColumns, kQueryStays>,
+                        blocks_of(units), kThreadsOfTile<kOwn>, bytes, stream, task, units);
+}
+
+/// Q stays in shared memory if two blocks of it fit a multiprocessor.
+template <class Element, int kColumns>
+int launch_forward(const ForwardTask<Real<Element>>& task, void* stream) {
+  using T = Real<Element>;
+  constexpr int64_t kWithoutQuery =
+      ForwardShared<T, kForwardOwn<T>, kColumns>(nullptr, 0).memory.taken();
+  static_assert(kWithoutQuery <= kSharedBytes, "not every architecture can launch it");
+  const int64_t bytes = kWithoutQuery + stages_of<T>(task.forward.problem.head_dim) *
+                                            kSideStage<T> * static_cast<int64_t>(sizeof(T));
+  return bytes <= device::most_shared_bytes(2)
+             ? launch_forward<Element, kColumns, true>(task, bytes, stream)
+             : launch_forward<Element, kColumns, false>(task, kWithoutQuery, stream);
 }
 
 template <class Element, int kRows>
@@ -90,7 +105,6 @@ template <class Element>
 int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
-  constexpr int kOwn = kForwardOwn<T>;
   int error = 0;
   switch (output_columns(task) == 0 ? 0 : few_rows_of_tile(p)) {
     case 1:
@@ -103,8 +117,8 @@ int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
       if constexpr (kMostFewRows<T> == 8) error = launch_few_rows<Element, 8>(task, stream);
       break;
     default:
-      error = output_columns(task) <= 64 ? launch_forward<Element, kOwn, 4>(task, stream)
-                                         : launch_forward<Element, kOwn, 8>(task, stream);
+      error = output_columns(task) <= 64 ? launch_forward<Element, 4>(task, stream)
+                                         : launch_forward<Element, 8>(task, stream);
   }
   if (error != 0 || task.splits == 1) return error;
   const int64_t rows = p.batch * p.query_heads * p.queries;
@@ -115,7 +129,7 @@ int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
 template <class Element, int kColumns>
 int launch_grad_query(const BackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.problem;
-  const int64_t units = RowUnit<kBackwardRows, kSide * kColumns>::count(p, p.head_dim);
+  const int64_t units = RowUnit<kOwns, kSide * kColumns>::count(p, p.head_dim);
   return device::launch("grad_query", grad_query_kernel<Element, kColumns>, blocks_of(units),
                         kThreads, shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream,
                         task, units);
@@ -124,7 +138,7 @@ int launch_grad_query(const BackwardTask<Real<Element>>& task, void* stream) {
 template <class Element, int kColumns>
 int launch_grad_key(const BackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.problem;
-  const int64_t units = KeyUnit<kBackwardRows, kSide * kColumns>::count(p, widest_gradient(p));
+  const int64_t units = KeyUnit<kOwns, kSide * kColumns>::count(p, widest_gradient(p));
   return device::launch("grad_key", grad_key_kernel<Element, kColumns>, blocks_of(units), kThreads,
                         shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream, task,
                         units);
@@ -190,7 +204,7 @@ template <class Element, int kColumns>
 int launch_jvp(const JvpTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.jvp.problem;
-  const int64_t units = RowUnit<kBackwardRows, kSide * kColumns>::count(p, p.value_dim);
+  const int64_t units = RowUnit<kOwns, kSide * kColumns>::count(p, p.value_dim);
   return device::launch("attention_jvp", attention_jvp_kernel<Element, kColumns>, blocks_of(units),
                         kThreads, shared_bytes<JvpShared<T, kColumns>>(), stream, task, units);
 }
@@ -205,7 +219,7 @@ int run_jvp(const JvpTask<Real<Element>>& task, void* stream) {
 template <class Element, int kColumns>
 int launch_grad_query_t(const BackwardBackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.backward.problem;
-  const int64_t units = RowUnit<kBackwardRows, kSide * kColumns>::count(p, p.head_dim);
+  const int64_t units = RowUnit<kOwns, kSide * kColumns>::count(p, p.head_dim);
   return device::launch("grad_query_t", grad_query_t_kernel<Element, kColumns>, blocks_of(units),
                         kThreads, shared_bytes<BackwardTangentShared<Real<Element>, kColumns>>(),
                         stream, task, units);
@@ -214,7 +228,7 @@ int launch_grad_query_t(const BackwardBackwardTask<Real<Element>>& task, void* s
 template <class Element, int kColumns>
 int launch_grad_key_t(const BackwardBackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.backward.problem;
-  const int64_t units = KeyUnit<kBackwardRows, kSide * kColumns>::count(p, widest_gradient(p));
+  const int64_t units = KeyUnit<kOwns, kSide * kColumns>::count(p, widest_gradient(p));
   return device::launch("grad_key_t", grad_key_t_kernel<Element, kColumns>, blocks_of(units),
                         kThreads, shared_bytes<BackwardTangentShared<Real<Element>, kColumns>>(),
                         stream, task, units);

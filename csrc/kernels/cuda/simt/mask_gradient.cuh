@@ -23,7 +23,7 @@ struct MaskUnits {
   static QKV_INLINE MaskUnits of(const Problem<T>& p, const Operand<T>& mask) {
     MaskUnits units{batches_of_mask(p, mask), 1, 1, 1};
     if (mask.head_stride != 0) units.heads = p.query_heads;
-    if (mask.row_stride != 0) units.row_tiles = ceil_divide(p.queries, kBackwardRows);
+    if (mask.row_stride != 0) units.row_tiles = ceil_divide(p.queries, kOwns);
     if (mask.column_stride != 0) units.key_tiles = ceil_divide(p.keys, kOthers);
     return units;
   }
@@ -35,9 +35,9 @@ struct MaskUnits {
 template <class T, class Rows>
 struct MaskGradientShared {
   SharedMemory memory;
-  T* stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kOthersOfThread>);
+  Stages<T> stages = Stages<T>::template in<kStageNumbers<T, kOthersOfThread>>(memory);
   T* sums = memory.take<T>(kSide * kOthers);  // [16][64]
-  Rows rows = Rows::template in<kBackwardRows>(memory);
+  Rows rows = Rows::template in<kOwns>(memory);
 
   explicit constexpr QKV_INLINE MaskGradientShared(char* begin) : memory(begin) {}
 };
@@ -66,7 +66,7 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
   const int64_t summed_batches = p.batch / units.batches;
   const int64_t first_head = mask.head_stride != 0 ? mask_head : 0;
   const int64_t end_head = mask.head_stride != 0 ? mask_head + 1 : p.query_heads;
-  const int64_t begin_row = row_tile * kBackwardRows;
+  const int64_t begin_row = row_tile * kOwns;
   const int64_t end_row = every_row ? p.queries : begin_row + 1;
   const int64_t begin_key = key_tile * kOthers;
   const int64_t end_key = every_key || begin_key + kOthers > p.keys ? p.keys : begin_key + kOthers;
@@ -80,8 +80,8 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
   for (int64_t b = 0; b < summed_batches; ++b) {
     const int64_t batch = batch_of_mask(p, mask, mask_batch, b);
     for (int64_t head = first_head; head < end_head; ++head) {
-      for (int64_t row = begin_row; row < end_row; row += kBackwardRows) {
-        const int rows = at_most(kBackwardRows, p.queries - row);
+      for (int64_t row = begin_row; row < end_row; row += kOwns) {
+        const int rows = at_most(kOwns, p.queries - row);
         const KeyRange keys =
             keys_of_any(p.band, row, row + rows - 1, p.keys).intersection({begin_key, end_key});
         if (keys.empty()) continue;
@@ -164,8 +164,8 @@ QKV_DEVICE void add_score_gradients(
   const auto value = TileKeys<Element>::of_head(p, p.value, tile.batch, kv_head);
   const T drop_scale = dropout_scale<T>(p.dropout);
   device::barrier();
-  table.template load<kBackwardRows>(task, tile.batch, {tile.head, 1, p.queries}, tile.first_row,
-                                     query, grad_out);
+  table.template load<kOwns>(task, tile.batch, {tile.head, 1, p.queries}, tile.first_row, query,
+                             grad_out);
   device::barrier();
   for (int64_t n = tile.keys.begin - tile.keys.begin % kOthers; n < tile.keys.end; n += kOthers) {
     const int keys = at_most(kOthers, tile.keys.end - n);

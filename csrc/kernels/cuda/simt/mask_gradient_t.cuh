@@ -23,8 +23,8 @@ QKV_DEVICE void add_score_gradients_t(
   const auto head_keys = TangentTileKeys<Element>::of_head(task, tile.batch, kv_head);
   const T drop_scale = dropout_scale<T>(p.dropout);
   device::barrier();
-  table.template load<kBackwardRows>(task, tile.batch, {tile.head, 1, p.queries}, tile.first_row,
-                                     own.query.operand, own.query.direction, own.grad_out);
+  table.template load<kOwns>(task, tile.batch, {tile.head, 1, p.queries}, tile.first_row,
+                             own.query.operand, own.query.direction, own.grad_out);
   device::barrier();
   for (int64_t n = tile.keys.begin - tile.keys.begin % kOthers; n < tile.keys.end; n += kOthers) {
     const int keys = at_most(kOthers, tile.keys.end - n);

@@ -79,15 +79,25 @@ struct MovingDepths {
   }
 };
 
-/// Columns of one operand, then those of another.
+/// Columns of one operand, then those of another with the same factor.
 template <class Operand>
 struct SideBySide {
+  using Stored = typename Operand::Stored;
+
   const Operand& first;
   const Operand& second;
   int64_t width;  // of the first
 
-  QKV_DEVICE auto operator()(int row, int64_t column) const {
-    return column < width ? first(row, column) : second(row, column - width);
+  QKV_DEVICE Place<Stored> place(int row, int64_t column) const {
+    return column < width ? first.place(row, column) : second.place(row, column - width);
+  }
+
+  QKV_DEVICE Real<Stored> scaled(Real<Stored> x) const { return first.scaled(x); }
+
+  template <int kCount>
+  QKV_DEVICE bool lies_in_pieces(int64_t columns) const {
+    return first.template lies_in_pieces<kCount>(width) &&
+           second.template lies_in_pieces<kCount>(columns - width);
   }
 };
 
@@ -137,7 +147,7 @@ QKV_DEVICE void assign_pairs(const T (&from)[kBackwardOwn][kOthersOfThread],
 template <bool kOwnsKeys, class Element, class T>
 QKV_DEVICE void multiply_scores(const Moving<TileRows<Element>>& query,
                                 const Moving<TileKeys<Element>>& key, int64_t head_dim,
-                                const MovingDepths& depth, T* stages,
+                                const MovingDepths& depth, Stages<T> stages,
                                 T (&s)[kBackwardOwn][kOthersOfThread],
                                 T (&s_t)[kBackwardOwn][kOthersOfThread]) {
 #pragma unroll 1
@@ -158,7 +168,7 @@ QKV_DEVICE void multiply_scores(const Moving<TileRows<Element>>& query,
 template <bool kOwnsKeys, class Element, class T>
 QKV_DEVICE void multiply_grad_out(const TileRows<Element>& grad_out,
                                   const Moving<TileKeys<Element>>& value, const MovingDepths& depth,
-                                  T* stages, T (&g)[kBackwardOwn][kOthersOfThread],
+                                  Stages<T> stages, T (&g)[kBackwardOwn][kOthersOfThread],
                                   T (&g_t)[kBackwardOwn][kOthersOfThread]) {
 #pragma unroll 1
   for (int moved = 0; moved < 2; ++moved) {
@@ -179,7 +189,7 @@ QKV_DEVICE void multiply_moving_columns(const OwnTile<T>& tile, bool with_operan
                                         T (&a)[kBackwardOwn][kOthersOfThread], bool with_direction,
                                         const T (&a_of_direction)[kBackwardOwn][kOthersOfThread],
                                         const Moving<Operand>& b, int others, int64_t first_column,
-                                        int64_t columns, T* stages,
+                                        int64_t columns, Stages<T> stages,
                                         T (&c)[kBackwardOwn][kColumns]) {
 #pragma unroll 1
   for (int moved = with_operand ? 0 : 1; moved < (with_direction ? 2 : 1); ++moved) {

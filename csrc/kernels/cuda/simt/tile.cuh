@@ -5,9 +5,10 @@
 #include "kernels/half.h"
 #include "kernels/params.h"
 
-// What the kernels for any NVIDIA GPU, without tensor cores, have in common. A block is a square of
-// 16 x 16 threads and computes tiles of pairs (own, other), where "own" are the rows (or the keys)
-// that it computes results for, and "others" the keys (or rows) that it walks over, 64 at a time:
+// What the kernels for any NVIDIA GPU, without tensor cores, have in common. A block computes tiles
+// of 64 x 64 pairs (own, other), where "own" are the rows (or the keys) that it computes results
+// for, and "others" the keys (or rows) that it walks over. Its threads are 16 columns of 16, each
+// with 4 x 4 pairs, or of 8, each with 8 x 4:
 //
 //                      others ->  0..3  4..7   ..  60..63          thread (y, x) holds the pairs
 //     own 0 .. kOwn - 1           y = 0                                own    y · kOwn ..
@@ -22,11 +23,16 @@ namespace qkv::kernels::simt {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / device::kWarp;
 constexpr int kSide = 16;
+constexpr int kOwns = 64;
 constexpr int kOthers = 64;
 constexpr int kOthersOfThread = kOthers / kSide;
 
 // Numbers after each row in shared memory, so that stores of columns spread over its banks.
 constexpr int kPad = 4;
+
+/// Threads of a block of which each has kOwn of the own side of a tile.
+template <int kOwn>
+constexpr int kThreadsOfTile = kSide* kOwns / kOwn;
 
 QKV_DEVICE int thread_x() { return device::thread() % kSide; }
 QKV_DEVICE int thread_y() { return device::thread() / kSide; }
@@ -37,6 +43,9 @@ QKV_INLINE int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 QKV_INLINE int at_most(int most, int64_t left) {
   return left < most ? static_cast<int>(left) : most;
 }
+
+/// The nearest to x of 0 .. most.
+QKV_INLINE int within(int most, int64_t x) { return x < 0 ? 0 : at_most(most, x); }
 
 /// Results of `columns` columns are computed by so many blocks, each of `width` of them; by one if
 /// there are none, as rows have more results than columns.
@@ -231,7 +240,8 @@ struct RowTile {
   template <int kRows, class T, class... Offsets>
   QKV_DEVICE void load(const Problem<T>& p, const PackedRows& rows, int64_t first,
                        const Offsets&... offsets) const {
-    for (int r = device::thread(); r < kRows; r += kThreads) {
+    static_assert(kRows <= kOwns, "a block has fewer threads");
+    if (const int r = device::thread(); r < kRows) {
       const bool exists = first + r < rows.count;
       const int64_t i = exists ? rows.query(first + r) : 0, h = exists ? rows.head(first + r) : -1;
       const KeyRange keys = exists ? keys_of_query(p.band, i, p.keys) : KeyRange{0, 0};
@@ -261,25 +271,6 @@ struct RowTile {
   }
 };
 
-/// Rows of query or grad_out as one side of a product; 0 where there is no row.
-template <class Element>
-struct TileRows {
-  const Element* batch_element;
-  RowOffsets offsets;
-  Real<Element> factor;
-
-  template <class T>
-  static QKV_DEVICE TileRows of(const Problem<T>& p, const Operand<const T>& x, int64_t batch,
-                                T factor, int64_t* offsets) {
-    return {batch_of<Element>(p, x, batch), {offsets, x.head_stride, x.row_stride}, factor};
-  }
-
-  QKV_DEVICE Real<Element> operator()(int r, int64_t column) const {
-    const int64_t offset = device::load_shared(offsets.of_row + r);
-    return offset < 0 ? Real<Element>(0) : factor * load_number(batch_element + offset + column);
-  }
-};
-
 /// kCount numbers as they lie in memory, one after the other. Words, for what memory is asked for
 /// is waited for where it is taken apart.
 template <class Element, int kCount>
@@ -299,11 +290,18 @@ struct Piece {
     return static_cast<Real<Element>>(x);
   }
 
-  /// One number after the other, the first `count` of them; 0 after these.
-  QKV_DEVICE void gather(const Element* from, int count) {
+  /// All at once; 0 if there are none.
+  QKV_DEVICE void load(const Element* from, bool exist) {
+    *this = {};
+    if (exist) device::load_global(reinterpret_cast<const uint32_t*>(from), words);
+  }
+
+  /// One after the other: number(i), an Element.
+  template <class Number>
+  QKV_DEVICE void gather(const Number& number) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const Element x = i < count ? device::load_global(from + i) : Element{};
+      const Element x = number(i);
       if constexpr (sizeof(Element) == 2) {
         words[i / 2] = i % 2 == 0 ? x.bits : words[i / 2] | static_cast<uint32_t>(x.bits) << 16;
       } else {
@@ -313,10 +311,62 @@ struct Piece {
   }
 };
 
+/// Where a number of an operand is, if there is one.
+template <class Element>
+struct Place {
+  const Element* at;
+  bool exists;
+
+  QKV_DEVICE Element load() const { return exists ? device::load_global(at) : Element{}; }
+};
+
+/// Whether rows of so many columns, this far apart, may be read in pieces.
+template <class Element, int kCount>
+QKV_DEVICE bool lie_in_pieces(const Element* first_row, int64_t row_stride, int64_t columns) {
+  return columns % kCount == 0 && row_stride % kCount == 0 &&
+         reinterpret_cast<uintptr_t>(first_row) % Piece<Element, kCount>::kAlignment == 0;
+}
+
+/// Rows of query or grad_out as one side of a product; 0 where there is no row.
+template <class Element>
+struct TileRows {
+  using Stored = Element;
+
+  const Element* batch_element;
+  RowOffsets offsets;
+  Real<Element> factor;
+
+  template <class T>
+  static QKV_DEVICE TileRows of(const Problem<T>& p, const Operand<const T>& x, int64_t batch,
+                                T factor, int64_t* offsets) {
+    return {batch_of<Element>(p, x, batch), {offsets, x.head_stride, x.row_stride}, factor};
+  }
+
+  /// Of a number without the factor.
+  QKV_DEVICE Place<Element> place(int r, int64_t column) const {
+    const int64_t offset = device::load_shared(offsets.of_row + r);
+    return {batch_element + offset + column, offset >= 0};
+  }
+
+  QKV_DEVICE Real<Element> scaled(Real<Element> x) const { return factor * x; }
+
+  QKV_DEVICE Real<Element> operator()(int r, int64_t column) const {
+    return scaled(static_cast<Real<Element>>(place(r, column).load()));
+  }
+
+  template <int kCount>
+  QKV_DEVICE bool lies_in_pieces(int64_t columns) const {
+    return offsets.head_stride % kCount == 0 &&
+           lie_in_pieces<Element, kCount>(batch_element, offsets.row_stride, columns);
+  }
+};
+
 /// Keys of a head, first_key and `count` - 1 after it, of key or value as one side of a product; 0
 /// after them.
 template <class Element>
 struct TileKeys {
+  using Stored = Element;
+
   const Element* first_key;
   int64_t row_stride;
   int count;
@@ -332,37 +382,35 @@ struct TileKeys {
     return {first_key + first * row_stride, row_stride, keys};
   }
 
-  QKV_DEVICE Real<Element> operator()(int k, int64_t column) const {
-    return k < count ? load_number(first_key + k * row_stride + column) : Real<Element>(0);
+  QKV_DEVICE Place<Element> place(int k, int64_t column) const {
+    return {first_key + k * row_stride + column, k < count};
   }
 
-  /// Whether load() may read pieces of so many columns at once.
+  QKV_DEVICE Real<Element> scaled(Real<Element> x) const { return x; }
+
   template <int kCount>
   QKV_DEVICE bool lies_in_pieces(int64_t columns) const {
-    return columns % kCount == 0 && row_stride % kCount == 0 &&
-           reinterpret_cast<uintptr_t>(first_key) % Piece<Element, kCount>::kAlignment == 0;
-  }
-
-  /// The columns of keys k, k + step, .. from `column` on, a multiple of kCount; 0 where there is
-  /// none.
-  template <int kCount, int kKeys>
-  QKV_DEVICE void load(int k, int step, int64_t column, int64_t columns, bool in_pieces,
-                       Piece<Element, kCount> (&to)[kKeys]) const {
-    const int exist = at_most(kCount, columns - column);
-    const auto from = [&](int n) { return first_key + (k + n * step) * row_stride + column; };
-    if (in_pieces) {
-#pragma unroll
-      for (int n = 0; n < kKeys; ++n) {
-        to[n] = {};
-        if (exist > 0 && k + n * step < count) {
-          device::load_global(reinterpret_cast<const uint32_t*>(from(n)), to[n].words);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int n = 0; n < kKeys; ++n) to[n].gather(from(n), k + n * step < count ? exist : 0);
-    }
+    return lie_in_pieces<Element, kCount>(first_key, row_stride, columns);
   }
 };
+
+/// Columns `column` and those after it of a row of one side of a product that has `columns`; 0
+/// where there is none. kInPieces: lies_in_pieces() says so of the side.
+template <bool kInPieces, int kCount, class Side>
+QKV_DEVICE Piece<typename Side::Stored, kCount> fetch_piece(const Side& side, int row,
+                                                            int64_t column, int64_t columns) {
+  Piece<typename Side::Stored, kCount> piece;
+  if constexpr (kInPieces) {
+    const auto first = side.place(row, column);
+    piece.load(first.at, column < columns && first.exists);
+  } else {
+    piece.gather([&](int i) {
+      auto number = side.place(row, column + i);
+      number.exists = number.exists && column + i < columns;
+      return number.load();
+    });
+  }
+  return piece;
+}
 
 }  // namespace qkv::kernels::simt

@@ -12,7 +12,6 @@ namespace qkv::kernels::simt {
 
 constexpr int kBackwardOwn = 4;
 static_assert(kBackwardOwn == 4 && kOthersOfThread == 4, "a thread has 4 x 4 pairs");
-constexpr int kBackwardRows = kSide * kBackwardOwn;
 
 /// A packed row's number in x, (B, Hq, M); `none` after the last row.
 template <class T>
@@ -42,7 +41,7 @@ struct WeightRows {
                        int64_t batch, const PackedRows& packed, int64_t first,
                        const Operands&... operands) const {
     tile.load<kRows>(p, packed, first, operands.offsets...);
-    for (int r = device::thread(); r < kRows; r += kThreads) {
+    if (const int r = device::thread(); r < kRows) {
       // A row that keeps nothing, or only scores that overflowed, has lse = -inf: P = 0 with inf.
       const T x = scalar_of_row(p, lse_of_rows, batch, packed, first + r, infinity<T>());
       device::store_shared(lse + r, x == -infinity<T>() ? infinity<T>() : x);
@@ -63,10 +62,10 @@ struct WeightRows {
 template <class T, int kColumns, class Rows>
 struct WeightShared {
   SharedMemory memory;
-  T* stages = memory.take<T>(kStageNumbers<T, kBackwardOwn, kColumns>);
-  T* numbers = memory.take<T>(kOthers * kOwnStep<kBackwardOwn>);  // [64 others][own]: P, dU, ..
-  uint32_t* kept = memory.take<uint32_t>(kThreads);               // of each thread
-  Rows rows = Rows::template in<kBackwardRows>(memory);
+  Stages<T> stages = Stages<T>::template in<kStageNumbers<T, kColumns>>(memory);
+  T* numbers = memory.take<T>(kOthers * kSideStep);  // [64 others][own]: P, dU, ..
+  uint32_t* kept = memory.take<uint32_t>(kThreads);  // of each thread
+  Rows rows = Rows::template in<kOwns>(memory);
 
   explicit constexpr QKV_INLINE WeightShared(char* begin) : memory(begin) {}
 };
