@@ -51,24 +51,24 @@ struct BackwardRows : WeightRows<T> {
 ///
 /// both 0 where the pair is not kept. With kOwnsKeys keys are the tile's own side, else rows.
 /// slope_sums[row] -= dS · |p - j|, unless nullptr. Returns which pairs are kept.
-template <bool kOwnsKeys, bool kOfScores, class T>
+template <bool kOwnsKeys, bool kOfScores, class T, int kOwn>
 QKV_DEVICE uint32_t through_softmax(const Scores<T>& scores, const BackwardRows<T>& table,
                                     int64_t first_key, int rows, int keys, bool partial,
-                                    T drop_scale, T (&s)[kBackwardOwn][kOthersOfThread],
-                                    T (&g)[kBackwardOwn][kOthersOfThread], T* slope_sums) {
+                                    T drop_scale, T (&s)[kOwn][kOthersOfThread],
+                                    T (&g)[kOwn][kOthersOfThread], T* slope_sums) {
   if (!partial && !scores.changes() && !scores.drops()) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int r = kOwnsKeys ? thread_x() * 4 + j : thread_y() * 4 + i;
+      for (int j = 0; j < kOthersOfThread; ++j) {
+        const int r = kOwnsKeys ? thread_x() * kOthersOfThread + j : thread_y() * kOwn + i;
         s[i][j] = table.probability(r, s[i][j]);
         g[i][j] = s[i][j] * (g[i][j] - device::load_shared(table.delta + r));
       }
     }
     return 0xffffffff;
   }
-  T pairs[16], products[16];
+  T pairs[kOwn * kOthersOfThread], products[kOwn * kOthersOfThread];
   copy_pairs(s, pairs);
   copy_pairs(g, products);
   const uint32_t kept = for_each_kept_pair<kOwnsKeys>(
@@ -125,17 +125,17 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
 
 /// A block's columns of grad_query, without the scale; and sums for the slopes, of its 16 threads
 /// that share rows.
-template <class Element, int kColumns, class Unit>
+template <class Element, int kOwn, int kColumns, class Unit>
 QKV_DEVICE void write_query_gradient(const BackwardParams<Real<Element>>& params, const Unit& u,
                                      const RowTile& tile,
-                                     const volatile Real<Element> (&grad)[kBackwardOwn][kColumns],
-                                     const volatile Real<Element> (&slope_gradient)[kBackwardOwn]) {
+                                     const volatile Real<Element> (&grad)[kOwn][kColumns],
+                                     const volatile Real<Element> (&slope_gradient)[kOwn]) {
   using T = Real<Element>;
   const Problem<T>& p = params.problem;
   Element* grad_query = batch_of<Element>(p, params.grad_query, u.batch);
 #pragma unroll
-  for (int i = 0; i < kBackwardOwn; ++i) {
-    const int r = thread_y() * kBackwardOwn + i;
+  for (int i = 0; i < kOwn; ++i) {
+    const int r = thread_y() * kOwn + i;
     const T slope_gradient_of_row = sum_of_lanes<kSide>(slope_gradient[i]);
     if (r >= u.rows) continue;
     if (params.slope_gradient_of_rows != nullptr && u.chunk == 0 && thread_x() == 0) {
@@ -154,7 +154,7 @@ QKV_DEVICE void write_query_gradient(const BackwardParams<Real<Element>>& params
   }
 }
 
-template <class Element, int kColumns>
+template <class Element, int kOwn, int kColumns>
 QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t unit) {
   using T = Real<Element>;
   constexpr int kWidth = kSide * kColumns;
@@ -174,16 +174,16 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   // Of a group of tiles, and of all.
-  T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
-  volatile T grad_of_all[kBackwardOwn][kColumns], slope_gradient_of_all[kBackwardOwn] = {};
+  T grad[kOwn][kColumns], slope_gradient[kOwn] = {};
+  volatile T grad_of_all[kOwn][kColumns], slope_gradient_of_all[kOwn] = {};
   set_to_zero(grad);
   set_to_zero(grad_of_all);
   const auto key = TileKeys<Element>::of_head(p, p.key, u.batch, u.kv_head);
   const auto value = TileKeys<Element>::of_head(p, p.value, u.batch, u.kv_head);
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
-    T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
-    multiply_pairs<kBackwardOwn>(query, key.tile(n, keys), p.head_dim, shared.stages, s);
-    multiply_pairs<kBackwardOwn>(grad_out, value.tile(n, keys), p.value_dim, shared.stages, g);
+    T s[kOwn][kOthersOfThread], g[kOwn][kOthersOfThread];
+    multiply_pairs<kOwn>(query, key.tile(n, keys), p.head_dim, shared.stages, s);
+    multiply_pairs<kOwn>(grad_out, value.tile(n, keys), p.value_dim, shared.stages, g);
     const uint32_t kept = through_softmax<false, false>(
         scores, table, n, u.rows, keys, partial, drop_scale, s, g,
         params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
@@ -200,23 +200,24 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<Real<Element>>& task, int64_t
   write_query_gradient<Element>(params, u, table.tile, grad_of_all, slope_gradient_of_all);
 }
 
-template <class Element, int kColumns>
-QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(32 + 4 * kColumns))
+template <class Element, int kOwn, int kColumns>
+QKV_KERNEL(kThreadsOfTile<kOwn>, (blocks_at_once<Real<Element>, kOwn>(kOwn * (8 + kColumns))))
 grad_query_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
-    grad_query_unit<Element, kColumns>(task, unit);
+    grad_query_unit<Element, kOwn, kColumns>(task, unit);
   }
 }
 
 /// A block's columns of grad_key or grad_value, which has `columns`.
-template <class Element, int kColumns, class Unit>
-QKV_DEVICE void write_key_gradient(
-    const Problem<Real<Element>>& p, const Operand<Real<Element>>& grad, const Unit& u,
-    int64_t columns, const volatile Real<Element> (&numbers)[kBackwardOwn][kColumns]) {
+template <class Element, int kOwn, int kColumns, class Unit>
+QKV_DEVICE void write_key_gradient(const Problem<Real<Element>>& p,
+                                   const Operand<Real<Element>>& grad, const Unit& u,
+                                   int64_t columns,
+                                   const volatile Real<Element> (&numbers)[kOwn][kColumns]) {
   Element* of_head = batch_of<Element>(p, grad, u.batch) + u.kv_head * grad.head_stride;
 #pragma unroll
-  for (int i = 0; i < kBackwardOwn; ++i) {
-    const int k = thread_y() * kBackwardOwn + i;
+  for (int i = 0; i < kOwn; ++i) {
+    const int k = thread_y() * kOwn + i;
     if (k >= u.keys) break;
     const int64_t key = u.first_key + k;
 #pragma unroll
@@ -235,7 +236,7 @@ QKV_INLINE int64_t widest_gradient(const Problem<T>& p) {
   return p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
 }
 
-template <class Element, int kColumns>
+template <class Element, int kOwn, int kColumns>
 QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t unit) {
   using T = Real<Element>;
   constexpr int kWidth = kSide * kColumns;
@@ -259,8 +260,8 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   // Of a group of tiles, and of all.
-  T grad_key[kBackwardOwn][kColumns], grad_value[kBackwardOwn][kColumns];
-  volatile T grad_key_of_all[kBackwardOwn][kColumns], grad_value_of_all[kBackwardOwn][kColumns];
+  T grad_key[kOwn][kColumns], grad_value[kOwn][kColumns];
+  volatile T grad_key_of_all[kOwn][kColumns], grad_value_of_all[kOwn][kColumns];
   set_to_zero(grad_key);
   set_to_zero(grad_key_of_all);
   set_to_zero(grad_value);
@@ -270,9 +271,9 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
     table.template load<kOthers>(task, u.batch, u.packed, first_row, query, grad_out);
     device::barrier();
 
-    T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
-    multiply_pairs<kBackwardOwn>(key, query, p.head_dim, shared.stages, s);
-    multiply_pairs<kBackwardOwn>(value, grad_out, p.value_dim, shared.stages, g);
+    T s[kOwn][kOthersOfThread], g[kOwn][kOthersOfThread];
+    multiply_pairs<kOwn>(key, query, p.head_dim, shared.stages, s);
+    multiply_pairs<kOwn>(value, grad_out, p.value_dim, shared.stages, g);
     const uint32_t kept =
         through_softmax<true, false>(scores, table, u.first_key, rows, u.keys, partial, drop_scale,
                                      s, g, static_cast<T*>(nullptr));
@@ -299,11 +300,11 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<Real<Element>>& task, int64_t u
   }
 }
 
-template <class Element, int kColumns>
-QKV_KERNEL(kThreads, blocks_at_once<Real<Element>>(32 + 8 * kColumns))
+template <class Element, int kOwn, int kColumns>
+QKV_KERNEL(kThreadsOfTile<kOwn>, (blocks_at_once<Real<Element>, kOwn>(kOwn * (8 + 2 * kColumns))))
 grad_key_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
-    grad_key_unit<Element, kColumns>(task, unit);
+    grad_key_unit<Element, kOwn, kColumns>(task, unit);
   }
 }
 

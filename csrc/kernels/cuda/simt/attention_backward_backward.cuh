@@ -56,11 +56,13 @@ struct BackwardTangentRows : BackwardRows<T> {
 /// 0 where the pair is not kept. With kOwnsKeys keys are the tile's own side, else rows.
 /// slope_sums[row] -= dS' · |p - j|, unless nullptr. Returns which pairs are kept.
 template <bool kOwnsKeys, bool kOfScores, class T>
-QKV_DEVICE uint32_t tangents_through_softmax(
-    const MovingScores<T>& scores, const BackwardTangentRows<T>& table, int64_t first_key, int rows,
-    int keys, bool partial, T drop_scale, T (&s)[kBackwardOwn][kOthersOfThread],
-    const T (&s_t)[kBackwardOwn][kOthersOfThread], T (&g)[kBackwardOwn][kOthersOfThread],
-    T (&g_t)[kBackwardOwn][kOthersOfThread], T* slope_sums) {
+QKV_DEVICE uint32_t tangents_through_softmax(const MovingScores<T>& scores,
+                                             const BackwardTangentRows<T>& table, int64_t first_key,
+                                             int rows, int keys, bool partial, T drop_scale,
+                                             T (&s)[kLeastOwn][kOthersOfThread],
+                                             const T (&s_t)[kLeastOwn][kOthersOfThread],
+                                             T (&g)[kLeastOwn][kOthersOfThread],
+                                             T (&g_t)[kLeastOwn][kOthersOfThread], T* slope_sums) {
   // P, S' -> P', dP -> dS, dP' -> dS'
   const auto derive = [&](int r, T weight, T score_t, T& weight_t, T& dp, T& dp_t) {
     const T growth = score_t - device::load_shared(table.lse_t + r);
@@ -170,15 +172,15 @@ QKV_DEVICE void grad_query_t_unit(const BackwardBackwardTask<Real<Element>>& tas
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   // Of a group of tiles, and of all.
-  T grad[kBackwardOwn][kColumns], slope_gradient[kBackwardOwn] = {};
-  volatile T grad_of_all[kBackwardOwn][kColumns], slope_gradient_of_all[kBackwardOwn] = {};
+  T grad[kLeastOwn][kColumns], slope_gradient[kLeastOwn] = {};
+  volatile T grad_of_all[kLeastOwn][kColumns], slope_gradient_of_all[kLeastOwn] = {};
   set_to_zero(grad);
   set_to_zero(grad_of_all);
   const auto head_keys = TangentTileKeys<Element>::of_head(task, u.batch, u.kv_head);
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     const auto other = head_keys.tile(n, keys);
-    T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
-    T g[kBackwardOwn][kOthersOfThread], g_t[kBackwardOwn][kOthersOfThread];
+    T s[kLeastOwn][kOthersOfThread], s_t[kLeastOwn][kOthersOfThread];
+    T g[kLeastOwn][kOthersOfThread], g_t[kLeastOwn][kOthersOfThread];
     multiply_scores<false>(own.query, other.key, p.head_dim, depth, shared.stages, s, s_t);
     multiply_grad_out<false>(own.grad_out, other.value, depth, shared.stages, g, g_t);
     const uint32_t kept = tangents_through_softmax<false, false>(
@@ -225,8 +227,8 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   // Of a group of tiles, and of all.
-  T grad_key[kBackwardOwn][kColumns], grad_value[kBackwardOwn][kColumns];
-  volatile T grad_key_of_all[kBackwardOwn][kColumns], grad_value_of_all[kBackwardOwn][kColumns];
+  T grad_key[kLeastOwn][kColumns], grad_value[kLeastOwn][kColumns];
+  volatile T grad_key_of_all[kLeastOwn][kColumns], grad_value_of_all[kLeastOwn][kColumns];
   set_to_zero(grad_key);
   set_to_zero(grad_key_of_all);
   set_to_zero(grad_value);
@@ -237,8 +239,8 @@ QKV_DEVICE void grad_key_t_unit(const BackwardBackwardTask<Real<Element>>& task,
                                  other.query.direction, other.grad_out);
     device::barrier();
 
-    T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
-    T g[kBackwardOwn][kOthersOfThread], g_t[kBackwardOwn][kOthersOfThread];
+    T s[kLeastOwn][kOthersOfThread], s_t[kLeastOwn][kOthersOfThread];
+    T g[kLeastOwn][kOthersOfThread], g_t[kLeastOwn][kOthersOfThread];
     multiply_scores<true>(other.query, own.key, p.head_dim, depth, shared.stages, s, s_t);
     multiply_grad_out<true>(other.grad_out, own.value, depth, shared.stages, g, g_t);
     const uint32_t kept =

@@ -22,43 +22,22 @@
 
 namespace qkv::kernels::simt {
 
-/// What a block of the forward kernel has in shared memory.
+/// What a block of the forward kernel has in shared memory. own_stages: those of Q, if it stays
+/// there, else 0.
 template <class T, int kOwn, int kColumns>
 struct ForwardShared {
   SharedMemory memory;
-  T* query;  // if it stays: all its stages
-  Stages<T> stages = Stages<T>::template in<kStageNumbers<T, kColumns>>(memory);
+  T* query;
+  Stages<T> stages;
   T* weights = memory.take<T>(kOthers * kSideStep);              // [64][rows]
   uint32_t* kept = memory.take<uint32_t>(kThreadsOfTile<kOwn>);  // of each thread
   RowTile rows = RowTile::in<kOwns>(memory);
   int64_t* query_offsets = memory.take<int64_t>(kOwns);
 
-  constexpr QKV_INLINE ForwardShared(char* begin, int64_t query_stages)
-      : memory(begin), query(memory.take<T>(static_cast<int>(query_stages * kSideStage<T>))) {}
-};
-
-/// The stages of S, with Q in shared memory or not.
-template <int kOwn, bool kQueryStays, class Element>
-struct ScoreStage {
-  using Keys = TileKeys<Element>;
-  using Type = OtherStage<kOwn, Keys>;
-
-  template <class Shared, class Pieces>
-  static QKV_DEVICE Type of(const TileRows<Element>&, const Shared& shared, const Keys& keys,
-                            int64_t depth, Pieces& pieces) {
-    return {shared.query, keys, depth, pieces};
-  }
-};
-template <int kOwn, class Element>
-struct ScoreStage<kOwn, false, Element> {
-  using Keys = TileKeys<Element>;
-  using Type = PairStage<kOwn, TileRows<Element>, Keys>;
-
-  template <class Shared, class Pieces>
-  static QKV_DEVICE Type of(const TileRows<Element>& query, const Shared&, const Keys& keys,
-                            int64_t depth, Pieces& pieces) {
-    return {query, keys, depth, pieces};
-  }
+  explicit constexpr QKV_INLINE ForwardShared(char* begin, int64_t own_stages = 0)
+      : memory(begin),
+        query(memory.take<T>(static_cast<int>(own_stages * kSideStage<T>))),
+        stages(Stages<T>::in(memory, stage_numbers<T, kColumns>(own_stages != 0))) {}
 };
 
 /// s: -inf where the pair is not kept, if that is for the band and the ends of rows and keys alone.
@@ -147,13 +126,13 @@ QKV_DEVICE void weigh_scores(bool drops, uint32_t stays, T (&s)[kOwn][kOthersOfT
   }
 }
 
-template <class Element, int kOwn, int kColumns, bool kQueryStays>
-QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t unit) {
+template <class Element, int kOwn, int kColumns>
+QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t unit,
+                             int64_t own_stages) {
   using T = Real<Element>;
   constexpr int kWidth = kSide * kColumns;
   const Problem<T>& p = task.forward.problem;
-  const ForwardShared<T, kOwn, kColumns> shared(device::shared_memory(),
-                                                kQueryStays ? stages_of<T>(p.head_dim) : 0);
+  const ForwardShared<T, kOwn, kColumns> shared(device::shared_memory(), own_stages);
   const int64_t columns = output_columns(task);
   const RowUnit<kOwns, kWidth> u(p, unit, columns, task.splits);
 
@@ -187,15 +166,14 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   // The products' stages follow each other without a pause: S's last is multiplied while V's first
   // is fetched, and V's last while the first of the next tile's S is.
   Stages<T> stages = shared.stages;
-  if (kQueryStays) {
+  if (own_stages != 0) {
     store_side<kOwn>(query, p.head_dim, shared.query);
     device::barrier();
   }
-  using Score = ScoreStage<kOwn, kQueryStays, Element>;
-  constexpr int kOfPairs = Score::Type::kPieces, kOfColumns = kPiecesOfColumns<kOwn, kColumns>;
-  StagePieces<Element, (kOfPairs > kOfColumns ? kOfPairs : kOfColumns)> pieces;
+  using Pairs = PairStage<kOwn, TileRows<Element>, TileKeys<Element>>;
+  StagePieces<Element, Pairs::kPieces> pieces;
   TileKeys<Element> tile_keys = tile_of(key, any.begin - any.begin % kOthers);
-  auto pairs = Score::of(query, shared, tile_keys, p.head_dim, pieces);
+  Pairs pairs(query, tile_keys, p.head_dim, pieces, own_stages != 0 ? shared.query : nullptr);
   if (!any.empty()) {
     pairs.fetch(0);
     pairs.store(stages.now);
@@ -279,11 +257,12 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   }
 }
 
-template <class Element, int kOwn, int kColumns, bool kQueryStays>
-QKV_KERNEL(kThreadsOfTile<kOwn>, sizeof(Real<Element>) == 4 ? 2 : 1)
-attention_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int64_t units) {
+template <class Element, int kOwn, int kColumns>
+QKV_KERNEL(kThreadsOfTile<kOwn>, (blocks_at_once<Real<Element>, kOwn>(kOwn * (4 + kColumns))))
+attention_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int64_t units,
+                         QKV_PARAMS int64_t own_stages) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
-    forward_unit<Element, kOwn, kColumns, kQueryStays>(task, unit);
+    forward_unit<Element, kOwn, kColumns>(task, unit, own_stages);
     device::barrier();
   }
 }

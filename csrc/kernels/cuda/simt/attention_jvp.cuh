@@ -44,14 +44,14 @@ using JvpShared = WeightShared<T, kColumns, JvpRows<T>>;
 template <class T>
 QKV_DEVICE uint32_t weigh_pairs(const MovingScores<T>& scores, const WeightRows<T>& table,
                                 int64_t first_key, int rows, int keys, bool partial, T drop_scale,
-                                T (&s)[kBackwardOwn][kOthersOfThread],
-                                T (&s_t)[kBackwardOwn][kOthersOfThread], T (&lse_t)[kBackwardOwn]) {
+                                T (&s)[kLeastOwn][kOthersOfThread],
+                                T (&s_t)[kLeastOwn][kOthersOfThread], T (&lse_t)[kLeastOwn]) {
   if (!partial && !scores.changes() && !scores.drops()) {
 #pragma unroll
-    for (int i = 0; i < kBackwardOwn; ++i) {
+    for (int i = 0; i < kLeastOwn; ++i) {
 #pragma unroll
       for (int j = 0; j < kOthersOfThread; ++j) {
-        s[i][j] = table.probability(thread_y() * kBackwardOwn + i, s[i][j]);
+        s[i][j] = table.probability(thread_y() * kLeastOwn + i, s[i][j]);
         s_t[i][j] *= s[i][j];
         lse_t[i] += s_t[i][j];
       }
@@ -100,14 +100,14 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   const T drop_scale = dropout_scale<T>(p.dropout);
 
   // Of a group of tiles, and of all.
-  T out_t[kBackwardOwn][kColumns], lse_t[kBackwardOwn] = {};
-  volatile T out_t_of_all[kBackwardOwn][kColumns], lse_t_of_all[kBackwardOwn] = {};
+  T out_t[kLeastOwn][kColumns], lse_t[kLeastOwn] = {};
+  volatile T out_t_of_all[kLeastOwn][kColumns], lse_t_of_all[kLeastOwn] = {};
   set_to_zero(out_t);
   set_to_zero(out_t_of_all);
   const auto key = moving_keys<Element>(p, p.key, along.key, u.batch, u.kv_head);
   const auto value = moving_keys<Element>(p, p.value, along.value, u.batch, u.kv_head);
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
-    T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
+    T s[kLeastOwn][kOthersOfThread], s_t[kLeastOwn][kOthersOfThread];
     multiply_scores<false>(query, tile_of(key, n, keys), p.head_dim, depth, shared.stages, s, s_t);
     const uint32_t kept =
         weigh_pairs(scores, table, n, u.rows, keys, partial, drop_scale, s, s_t, lse_t);
@@ -126,8 +126,8 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   Element* to = batch_of<Element>(p, params.out_t, u.batch);
   Element* to_rest = batch_of<Element>(p, task.out_t_rest, u.batch);
 #pragma unroll
-  for (int i = 0; i < kBackwardOwn; ++i) {
-    const int r = thread_y() * kBackwardOwn + i;
+  for (int i = 0; i < kLeastOwn; ++i) {
+    const int r = thread_y() * kLeastOwn + i;
     T lse_t_of_row = sum_of_lanes<kSide>(lse_t_of_all[i]);
     if (r >= u.rows) continue;
     const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, u.batch, r);

@@ -27,9 +27,21 @@ constexpr int64_t shared_bytes() {
   return kBytes;
 }
 
-/// Rows of each thread of the forward kernel, as many as fit its registers.
-template <class T>
-constexpr int kForwardOwn = 32 / static_cast<int>(sizeof(T));
+/// How many stages of Q stay in a block's shared memory, all that there are or none, and what the
+/// block then takes of it.
+struct OwnSide {
+  int64_t stages;
+  int64_t bytes;
+};
+
+/// They stay if two such blocks fit a multiprocessor.
+template <class Shared, class T>
+OwnSide own_side(int64_t stages) {
+  constexpr int64_t kWithout = shared_bytes<Shared>(), kWithOne = Shared(nullptr, 1).memory.taken();
+  const int64_t bytes = kWithOne + (stages - 1) * kSideStage<T> * static_cast<int64_t>(sizeof(T));
+  return stages != 0 && bytes <= device::most_shared_bytes(2) ? OwnSide{stages, bytes}
+                                                              : OwnSide{0, kWithout};
+}
 
 /// Rows of the largest tile of the kernel for few rows, that shared memory holds.
 template <class T>
@@ -61,30 +73,17 @@ int64_t number_of_splits(const Problem<T>& p) {
   return splits < 1 ? 1 : splits;
 }
 
-template <class Element, int kColumns, bool kQueryStays>
-int launch_forward(const ForwardTask<Real<Element>>& task, int64_t bytes, void* stream) {
-  using T = Real<Element>;
-  const Problem<T>& p = task.forward.problem;
-  constexpr int kOwn = kForwardOwn<T>;
-  const int64_t units =
-      RowUnit<kOwns, kSide * kColumns>::count(p, output_columns(task), task.splits);
-  return device::launch("attention_forward",
-                        attention_forward_kernel<Element, kOwn, kColumns, kQueryStays>,
-                        blocks_of(units), kThreadsOfTile<kOwn>, bytes, stream, task, units);
-}
-
-/// Q stays in shared memory if two blocks of it fit a multiprocessor.
 template <class Element, int kColumns>
 int launch_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
-  constexpr int64_t kWithoutQuery =
-      ForwardShared<T, kForwardOwn<T>, kColumns>(nullptr, 0).memory.taken();
-  static_assert(kWithoutQuery <= kSharedBytes, "not every architecture can launch it");
-  const int64_t bytes = kWithoutQuery + stages_of<T>(task.forward.problem.head_dim) *
-                                            kSideStage<T> * static_cast<int64_t>(sizeof(T));
-  return bytes <= device::most_shared_bytes(2)
-             ? launch_forward<Element, kColumns, true>(task, bytes, stream)
-             : launch_forward<Element, kColumns, false>(task, kWithoutQuery, stream);
+  constexpr int kOwn = kMostOwn<T>;
+  const Problem<T>& p = task.forward.problem;
+  const int64_t units =
+      RowUnit<kOwns, kSide * kColumns>::count(p, output_columns(task), task.splits);
+  const OwnSide own = own_side<ForwardShared<T, kOwn, kColumns>, T>(stages_of<T>(p.head_dim));
+  return device::launch("attention_forward", attention_forward_kernel<Element, kOwn, kColumns>,
+                        blocks_of(units), kThreadsOfTile<kOwn>, own.bytes, stream, task, units,
+                        own.stages);
 }
 
 template <class Element, int kRows>
@@ -126,22 +125,23 @@ int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
                         blocks_of(ceil_divide(rows, kWarps)), kThreads, 0, stream, task, rows);
 }
 
-template <class Element, int kColumns>
+template <class Element, int kOwn, int kColumns>
 int launch_grad_query(const BackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.problem;
   const int64_t units = RowUnit<kOwns, kSide * kColumns>::count(p, p.head_dim);
-  return device::launch("grad_query", grad_query_kernel<Element, kColumns>, blocks_of(units),
-                        kThreads, shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream,
-                        task, units);
+  return device::launch("grad_query", grad_query_kernel<Element, kOwn, kColumns>, blocks_of(units),
+                        kThreadsOfTile<kOwn>,
+                        shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream, task,
+                        units);
 }
 
-template <class Element, int kColumns>
+template <class Element, int kOwn, int kColumns>
 int launch_grad_key(const BackwardTask<Real<Element>>& task, void* stream) {
   const auto& p = task.backward.problem;
   const int64_t units = KeyUnit<kOwns, kSide * kColumns>::count(p, widest_gradient(p));
-  return device::launch("grad_key", grad_key_kernel<Element, kColumns>, blocks_of(units), kThreads,
-                        shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream, task,
-                        units);
+  return device::launch(
+      "grad_key", grad_key_kernel<Element, kOwn, kColumns>, blocks_of(units), kThreadsOfTile<kOwn>,
+      shared_bytes<BackwardShared<Real<Element>, kColumns>>(), stream, task, units);
 }
 
 template <class Element>
@@ -176,12 +176,12 @@ int run_backward(const BackwardTask<Real<Element>>& task, void* stream) {
   const Problem<T>& p = params.problem;
   int error = launch_delta<Element>(task, stream);
   if (error == 0 && needs_grad_query(params)) {
-    error = p.head_dim <= 64 ? launch_grad_query<Element, 4>(task, stream)
-                             : launch_grad_query<Element, 8>(task, stream);
+    error = p.head_dim <= 64 ? launch_grad_query<Element, kMostOwn<T>, 4>(task, stream)
+                             : launch_grad_query<Element, kMostOwn<T>, 8>(task, stream);
   }
   if (error == 0 && needs_grad_key(params)) {
-    error = widest_gradient(p) <= 64 ? launch_grad_key<Element, 4>(task, stream)
-                                     : launch_grad_key<Element, 8>(task, stream);
+    error = widest_gradient(p) <= 64 ? launch_grad_key<Element, kMostOwn<T>, 4>(task, stream)
+                                     : launch_grad_key<Element, kLeastOwn, 8>(task, stream);
   }
   if (error == 0 && task.grad_mask.data != nullptr) {
     const int64_t units = MaskUnits::of(p, task.grad_mask).count();

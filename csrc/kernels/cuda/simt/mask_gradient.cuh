@@ -35,7 +35,7 @@ struct MaskUnits {
 template <class T, class Rows>
 struct MaskGradientShared {
   SharedMemory memory;
-  Stages<T> stages = Stages<T>::template in<kStageNumbers<T, kOthersOfThread>>(memory);
+  Stages<T> stages = Stages<T>::in(memory, stage_numbers<T, kOthersOfThread>(false));
   T* sums = memory.take<T>(kSide * kOthers);  // [16][64]
   Rows rows = Rows::template in<kOwns>(memory);
 
@@ -72,8 +72,8 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
   const int64_t end_key = every_key || begin_key + kOthers > p.keys ? p.keys : begin_key + kOthers;
 
   // Of a group of tiles, those of some rows and all their keys at least, and of all.
-  T sum[kBackwardOwn][kOthersOfThread];
-  volatile T sum_of_all[kBackwardOwn][kOthersOfThread];
+  T sum[kLeastOwn][kOthersOfThread];
+  volatile T sum_of_all[kLeastOwn][kOthersOfThread];
   set_to_zero(sum);
   set_to_zero(sum_of_all);
   int64_t others = 0;
@@ -97,7 +97,7 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
 
   if (every_key) {
 #pragma unroll
-    for (int i = 0; i < kBackwardOwn; ++i) {
+    for (int i = 0; i < kLeastOwn; ++i) {
       sum_of_all[i][0] = sum_of_lanes<kSide>((sum_of_all[i][0] + sum_of_all[i][1]) +
                                              (sum_of_all[i][2] + sum_of_all[i][3]));
     }
@@ -116,8 +116,8 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
                batch_offset(p, batch_of_mask(p, mask, mask_batch, 0), mask.batch_stride) +
                mask_head * mask.head_stride;
 #pragma unroll
-  for (int i = 0; i < kBackwardOwn; ++i) {
-    const int r = thread_y() * kBackwardOwn + i;
+  for (int i = 0; i < kLeastOwn; ++i) {
+    const int r = thread_y() * kLeastOwn + i;
     if (every_row ? r > 0 : begin_row + r >= p.queries) continue;
 #pragma unroll
     for (int j = 0; j < kOthersOfThread; ++j) {
@@ -136,10 +136,10 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
 }
 
 template <class T>
-QKV_DEVICE void add_pairs(const T (&x)[kBackwardOwn][kOthersOfThread],
-                          T (&sum)[kBackwardOwn][kOthersOfThread]) {
+QKV_DEVICE void add_pairs(const T (&x)[kLeastOwn][kOthersOfThread],
+                          T (&sum)[kLeastOwn][kOthersOfThread]) {
 #pragma unroll
-  for (int i = 0; i < kBackwardOwn; ++i) {
+  for (int i = 0; i < kLeastOwn; ++i) {
 #pragma unroll
     for (int j = 0; j < kOthersOfThread; ++j) sum[i][j] += x[i][j];
   }
@@ -150,7 +150,7 @@ template <class Element>
 QKV_DEVICE void add_score_gradients(
     const BackwardTask<Real<Element>>& task, const MaskRows& tile,
     const MaskGradientShared<Real<Element>, BackwardRows<Real<Element>>>& shared,
-    Real<Element> (&sum)[kBackwardOwn][kOthersOfThread]) {
+    Real<Element> (&sum)[kLeastOwn][kOthersOfThread]) {
   using T = Real<Element>;
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
@@ -169,9 +169,9 @@ QKV_DEVICE void add_score_gradients(
   device::barrier();
   for (int64_t n = tile.keys.begin - tile.keys.begin % kOthers; n < tile.keys.end; n += kOthers) {
     const int keys = at_most(kOthers, tile.keys.end - n);
-    T s[kBackwardOwn][kOthersOfThread], g[kBackwardOwn][kOthersOfThread];
-    multiply_pairs<kBackwardOwn>(query, key.tile(n, keys), p.head_dim, shared.stages, s);
-    multiply_pairs<kBackwardOwn>(grad_out, value.tile(n, keys), p.value_dim, shared.stages, g);
+    T s[kLeastOwn][kOthersOfThread], g[kLeastOwn][kOthersOfThread];
+    multiply_pairs<kLeastOwn>(query, key.tile(n, keys), p.head_dim, shared.stages, s);
+    multiply_pairs<kLeastOwn>(grad_out, value.tile(n, keys), p.value_dim, shared.stages, g);
     through_softmax<false, true>(scores, table, n, tile.rows, keys, true, drop_scale, s, g,
                                  static_cast<T*>(nullptr));
     add_pairs(g, sum);
@@ -185,7 +185,7 @@ mask_gradient_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int
   const MaskGradientShared<T, BackwardRows<T>> shared(device::shared_memory());
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     sum_over_mask(task.backward.problem, task.grad_mask, unit, shared.sums,
-                  [&](const MaskRows& tile, T(&sum)[kBackwardOwn][kOthersOfThread]) {
+                  [&](const MaskRows& tile, T(&sum)[kLeastOwn][kOthersOfThread]) {
                     add_score_gradients<Element>(task, tile, shared, sum);
                   });
   }

@@ -12,7 +12,7 @@ template <class Element>
 QKV_DEVICE void add_score_gradients_t(
     const BackwardBackwardTask<Real<Element>>& task, const MaskRows& tile,
     const MaskGradientShared<Real<Element>, BackwardTangentRows<Real<Element>>>& shared,
-    Real<Element> (&sum)[kBackwardOwn][kOthersOfThread]) {
+    Real<Element> (&sum)[kLeastOwn][kOthersOfThread]) {
   using T = Real<Element>;
   const Problem<T>& p = task.backward.backward.problem;
   const int64_t kv_head = tile.head / (p.query_heads / p.kv_heads);
@@ -29,8 +29,8 @@ QKV_DEVICE void add_score_gradients_t(
   for (int64_t n = tile.keys.begin - tile.keys.begin % kOthers; n < tile.keys.end; n += kOthers) {
     const int keys = at_most(kOthers, tile.keys.end - n);
     const auto other = head_keys.tile(n, keys);
-    T s[kBackwardOwn][kOthersOfThread], s_t[kBackwardOwn][kOthersOfThread];
-    T g[kBackwardOwn][kOthersOfThread], g_t[kBackwardOwn][kOthersOfThread];
+    T s[kLeastOwn][kOthersOfThread], s_t[kLeastOwn][kOthersOfThread];
+    T g[kLeastOwn][kOthersOfThread], g_t[kLeastOwn][kOthersOfThread];
     multiply_scores<false>(own.query, other.key, p.head_dim, depth, shared.stages, s, s_t);
     multiply_grad_out<false>(own.grad_out, other.value, depth, shared.stages, g, g_t);
     tangents_through_softmax<false, true>(scores, table, n, tile.rows, keys, true, drop_scale, s,
@@ -47,7 +47,7 @@ mask_gradient_t_kernel(QKV_PARAMS BackwardBackwardTask<Real<Element>> task,
   const MaskGradientShared<T, BackwardTangentRows<T>> shared(device::shared_memory());
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     sum_over_mask(task.backward.backward.problem, task.backward.grad_mask, unit, shared.sums,
-                  [&](const MaskRows& tile, T(&sum)[kBackwardOwn][kOthersOfThread]) {
+                  [&](const MaskRows& tile, T(&sum)[kLeastOwn][kOthersOfThread]) {
                     add_score_gradients_t<Element>(task, tile, shared, sum);
                   });
   }

@@ -42,13 +42,16 @@ constexpr QKV_INLINE int term_offset(int t) {
   return t * kSideStep + t / (kDepth<T> / 2) * kGap<T>;
 }
 
-/// Numbers of a stage of a side, and of two stages of any product.
+/// Numbers of a stage of a side; and of a stage of any product, of pairs with or without the own
+/// side.
 template <class T>
 constexpr int kSideStage = kDepth<T>* kSideStep + kGap<T>;
 template <class T, int kColumns>
-constexpr int kStageNumbers = 2 * (2 * kSideStage<T> > kDepth<T> * (kSide * kColumns + kPad)
-                                       ? 2 * kSideStage<T>
-                                       : kDepth<T> * (kSide * kColumns + kPad));
+constexpr QKV_INLINE int stage_numbers(bool own_stays) {
+  const int of_pairs = own_stays ? kSideStage<T> : 2 * kSideStage<T>;
+  const int of_columns = kDepth<T> * (kSide * kColumns + kPad);
+  return of_pairs > of_columns ? of_pairs : of_columns;
+}
 
 /// Shared memory for the stage that is multiplied now, and for the one that is stored then.
 template <class T>
@@ -56,9 +59,8 @@ struct Stages {
   T* now;
   T* then;
 
-  template <int kNumbers>
-  static constexpr QKV_INLINE Stages in(SharedMemory& shared) {
-    return {shared.take<T>(kNumbers / 2), shared.take<T>(kNumbers / 2)};
+  static constexpr QKV_INLINE Stages in(SharedMemory& shared, int stage_numbers) {
+    return {shared.take<T>(stage_numbers), shared.take<T>(stage_numbers)};
   }
 
   /// After a barrier.
@@ -152,55 +154,43 @@ class SideStage {
   bool in_pieces_;
 };
 
-/// Of a product of pairs, both sides of which are staged.
+/// Of a product of pairs. The own side is staged too, unless it stays in shared memory, all of it,
+/// as store_side() leaves it.
 template <int kOwn, class A, class B>
 class PairStage {
   using T = Real<typename A::Stored>;
 
  public:
   static constexpr int kPieces = 2 * kPiecesOfSide<kOwn>;
-  using Pieces = StagePieces<typename A::Stored, kPieces>;
 
-  QKV_DEVICE PairStage(const A& a, const B& b, int64_t depth, Pieces& pieces)
-      : own_(a, depth, pieces.piece), other_(b, depth, pieces.piece + kPiecesOfSide<kOwn>) {}
+  template <class Pieces>
+  QKV_DEVICE PairStage(const A& a, const B& b, int64_t depth, Pieces& pieces,
+                       const T* staying = nullptr)
+      : own_(a, depth, pieces.piece + kPiecesOfSide<kOwn>),
+        other_(b, depth, pieces.piece),
+        staying_(staying) {}
 
   QKV_DEVICE int64_t depth() const { return own_.depth(); }
+
   QKV_DEVICE void fetch(int64_t d) {
-    own_.fetch(d);
+    if (staying_ == nullptr) own_.fetch(d);
     other_.fetch(d);
   }
   QKV_DEVICE void store(T* stage) const {
-    own_.store(stage);
-    other_.store(stage + kSideStage<T>);
+    if (staying_ == nullptr) own_.store(stage + kSideStage<T>);
+    other_.store(stage);
   }
-  QKV_DEVICE const T* own(const T* stage, int64_t) const { return stage; }
-  QKV_DEVICE const T* other(const T* stage) const { return stage + kSideStage<T>; }
 
- private:
-  SideStage<kOwn, A> own_;
-  SideStage<kOwn, B> other_;
-};
-
-/// Of a product of pairs, the own side of which stays in shared memory: all its stages, one after
-/// the other.
-template <int kOwn, class B>
-class OtherStage : public SideStage<kOwn, B> {
-  using T = Real<typename B::Stored>;
-
- public:
-  static constexpr int kPieces = kPiecesOfSide<kOwn>;
-
-  template <class Pieces>
-  QKV_DEVICE OtherStage(const T* own, const B& b, int64_t depth, Pieces& pieces)
-      : SideStage<kOwn, B>(b, depth, pieces.piece), own_(own) {}
-
-  QKV_DEVICE const T* own(const T*, int64_t d) const {
-    return own_ + d / kDepth<T> * kSideStage<T>;
+  /// Where the terms d .. of each side are, those of `stage`.
+  QKV_DEVICE const T* own(const T* stage, int64_t d) const {
+    return staying_ == nullptr ? stage + kSideStage<T> : staying_ + d / kDepth<T> * kSideStage<T>;
   }
   QKV_DEVICE const T* other(const T* stage) const { return stage; }
 
  private:
-  const T* own_;
+  SideStage<kOwn, A> own_;
+  SideStage<kOwn, B> other_;
+  const T* staying_;
 };
 
 /// Stages of `depth` terms.
@@ -209,7 +199,7 @@ QKV_INLINE int64_t stages_of(int64_t depth) {
   return ceil_divide(depth, kDepth<T>);
 }
 
-/// All of a side to where it stays. A barrier must follow.
+/// All stages of a side, one after the other, to where it stays. A barrier must follow.
 template <int kOwn, class Side, class T>
 QKV_DEVICE void store_side(const Side& side, int64_t depth, T* to) {
   StagePieces<typename Side::Stored, kPiecesOfSide<kOwn>> pieces;
@@ -348,7 +338,7 @@ template <int kOwn, class T, class A, class B>
 QKV_DEVICE void multiply_pairs(const A& a, const B& b, int64_t depth, Stages<T> stages,
                                T (&c)[kOwn][kOthersOfThread]) {
   if (depth == 0) return set_to_zero(c);
-  typename PairStage<kOwn, A, B>::Pieces pieces;
+  StagePieces<typename A::Stored, PairStage<kOwn, A, B>::kPieces> pieces;
   PairStage<kOwn, A, B> stage(a, b, depth, pieces);
   stage.fetch(0);
   stage.store(stages.now);

@@ -143,15 +143,16 @@ struct PairBits {
   uint32_t stays;
 };
 
-/// f(row, key, bit, pair) for each pair of a thread: rows first_row + row and keys first_key + key
-/// of the tile, pair its number in an array of them. Nothing is unrolled: it would be most of a
-/// kernel's code.
-template <int kRows, bool kOwnsKeys, class F>
+/// f(row, key, pair) for each of a thread's pairs of kOwn and 4: rows and keys first_row + row and
+/// first_key + key of the tile, pair its number in an array of them. Nothing is unrolled: it would
+/// be most of a kernel's code.
+template <int kOwn, bool kOwnsKeys, class F>
 QKV_DEVICE void for_each_pair(F f) {
+  constexpr int kRows = kOwnsKeys ? 4 : kOwn, kKeys = kOwnsKeys ? kOwn : 4;
 #pragma unroll 1
   for (int row = 0; row < kRows; ++row) {
 #pragma unroll 1
-    for (int key = 0; key < 4; ++key) f(row, key, kOwnsKeys ? 4 * key + row : 4 * row + key);
+    for (int key = 0; key < kKeys; ++key) f(row, key, kOwnsKeys ? 4 * key + row : 4 * row + key);
   }
 }
 

@@ -131,10 +131,10 @@ QKV_DEVICE Moving<TileKeys<Element>> tile_of(const Moving<TileKeys<Element>>& ke
 
 /// Pairs to other registers.
 template <class T>
-QKV_DEVICE void assign_pairs(const T (&from)[kBackwardOwn][kOthersOfThread],
-                             T (&to)[kBackwardOwn][kOthersOfThread]) {
+QKV_DEVICE void assign_pairs(const T (&from)[kLeastOwn][kOthersOfThread],
+                             T (&to)[kLeastOwn][kOthersOfThread]) {
 #pragma unroll
-  for (int i = 0; i < kBackwardOwn; ++i) {
+  for (int i = 0; i < kLeastOwn; ++i) {
 #pragma unroll
     for (int j = 0; j < kOthersOfThread; ++j) to[i][j] = from[i][j];
   }
@@ -148,17 +148,17 @@ template <bool kOwnsKeys, class Element, class T>
 QKV_DEVICE void multiply_scores(const Moving<TileRows<Element>>& query,
                                 const Moving<TileKeys<Element>>& key, int64_t head_dim,
                                 const MovingDepths& depth, Stages<T> stages,
-                                T (&s)[kBackwardOwn][kOthersOfThread],
-                                T (&s_t)[kBackwardOwn][kOthersOfThread]) {
+                                T (&s)[kLeastOwn][kOthersOfThread],
+                                T (&s_t)[kLeastOwn][kOthersOfThread]) {
 #pragma unroll 1
   for (int moved = 0; moved < 2; ++moved) {
     const auto rows = query.direction_first(moved ? depth.query : 0);
     const auto keys = key.operand_first(moved ? depth.query : head_dim);
     const int64_t terms = moved ? depth.query + depth.key : head_dim;
     if constexpr (kOwnsKeys) {
-      multiply_pairs<kBackwardOwn>(keys, rows, terms, stages, s_t);
+      multiply_pairs<kLeastOwn>(keys, rows, terms, stages, s_t);
     } else {
-      multiply_pairs<kBackwardOwn>(rows, keys, terms, stages, s_t);
+      multiply_pairs<kLeastOwn>(rows, keys, terms, stages, s_t);
     }
     if (!moved) assign_pairs(s_t, s);
   }
@@ -168,16 +168,16 @@ QKV_DEVICE void multiply_scores(const Moving<TileRows<Element>>& query,
 template <bool kOwnsKeys, class Element, class T>
 QKV_DEVICE void multiply_grad_out(const TileRows<Element>& grad_out,
                                   const Moving<TileKeys<Element>>& value, const MovingDepths& depth,
-                                  Stages<T> stages, T (&g)[kBackwardOwn][kOthersOfThread],
-                                  T (&g_t)[kBackwardOwn][kOthersOfThread]) {
+                                  Stages<T> stages, T (&g)[kLeastOwn][kOthersOfThread],
+                                  T (&g_t)[kLeastOwn][kOthersOfThread]) {
 #pragma unroll 1
   for (int moved = 0; moved < 2; ++moved) {
     const int64_t terms = moved ? depth.value : depth.weights;
     const auto keys = value.operand_first(moved ? 0 : terms);
     if constexpr (kOwnsKeys) {
-      multiply_pairs<kBackwardOwn>(keys, grad_out, terms, stages, g_t);
+      multiply_pairs<kLeastOwn>(keys, grad_out, terms, stages, g_t);
     } else {
-      multiply_pairs<kBackwardOwn>(grad_out, keys, terms, stages, g_t);
+      multiply_pairs<kLeastOwn>(grad_out, keys, terms, stages, g_t);
     }
     if (!moved) assign_pairs(g_t, g);
   }
@@ -186,11 +186,11 @@ QKV_DEVICE void multiply_grad_out(const TileRows<Element>& grad_out,
 /// c += a · operand + a_of_direction · direction, each only if it is asked for. Overwrites a.
 template <int kColumns, class Operand, class T>
 QKV_DEVICE void multiply_moving_columns(const OwnTile<T>& tile, bool with_operand,
-                                        T (&a)[kBackwardOwn][kOthersOfThread], bool with_direction,
-                                        const T (&a_of_direction)[kBackwardOwn][kOthersOfThread],
+                                        T (&a)[kLeastOwn][kOthersOfThread], bool with_direction,
+                                        const T (&a_of_direction)[kLeastOwn][kOthersOfThread],
                                         const Moving<Operand>& b, int others, int64_t first_column,
                                         int64_t columns, Stages<T> stages,
-                                        T (&c)[kBackwardOwn][kColumns]) {
+                                        T (&c)[kLeastOwn][kColumns]) {
 #pragma unroll 1
   for (int moved = with_operand ? 0 : 1; moved < (with_direction ? 2 : 1); ++moved) {
     if (moved) assign_pairs(a_of_direction, a);

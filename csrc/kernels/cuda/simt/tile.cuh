@@ -34,6 +34,13 @@ constexpr int kPad = 4;
 template <int kOwn>
 constexpr int kThreadsOfTile = kSide* kOwns / kOwn;
 
+/// Own rows or keys of each thread: as many as two tiles of pairs leave room for in its registers;
+/// and where there are more tiles than that, or wide sums for two results.
+template <class T>
+constexpr int kMostOwn = 32 / static_cast<int>(sizeof(T));
+constexpr int kLeastOwn = 4;
+static_assert(kLeastOwn == 4 && kOthersOfThread == 4, "a thread has 4 x 4 pairs");
+
 QKV_DEVICE int thread_x() { return device::thread() % kSide; }
 QKV_DEVICE int thread_y() { return device::thread() / kSide; }
 
@@ -66,10 +73,11 @@ template <class Element>
 using Real = typename RealOf<Element>::type;
 
 /// Blocks that should share a multiprocessor: two if a thread's tiles, of so many numbers, leave
-/// room in 128 registers, so that one computes while the other waits.
-template <class T>
+/// room in 128 registers, or in 255 of half as many threads, so that one computes while the other
+/// waits.
+template <class T, int kOwn = kLeastOwn>
 constexpr int blocks_at_once(int numbers) {
-  return sizeof(T) == 4 && numbers <= 64 ? 2 : 1;
+  return sizeof(T) == 4 && (kOwn > kLeastOwn || numbers <= 64) ? 2 : 1;
 }
 
 template <class T, int kRows, int kColumns>

@@ -5,13 +5,9 @@
 #include "kernels/cuda/simt/unit.cuh"
 
 // The weights P = exp(S - lse), computed once more from the lse that the forward has left: what all
-// derivatives begin with. Their tiles are 64 x 64, 4 x 4 pairs for each thread, whichever side is
-// the block's own.
+// derivatives begin with.
 
 namespace qkv::kernels::simt {
-
-constexpr int kBackwardOwn = 4;
-static_assert(kBackwardOwn == 4 && kOthersOfThread == 4, "a thread has 4 x 4 pairs");
 
 /// A packed row's number in x, (B, Hq, M); `none` after the last row.
 template <class T>
@@ -62,7 +58,7 @@ struct WeightRows {
 template <class T, int kColumns, class Rows>
 struct WeightShared {
   SharedMemory memory;
-  Stages<T> stages = Stages<T>::template in<kStageNumbers<T, kColumns>>(memory);
+  Stages<T> stages = Stages<T>::in(memory, stage_numbers<T, kColumns>(false));
   T* numbers = memory.take<T>(kOthers * kSideStep);  // [64 others][own]: P, dU, ..
   uint32_t* kept = memory.take<uint32_t>(kThreads);  // of each thread
   Rows rows = Rows::template in<kOwns>(memory);
@@ -70,11 +66,11 @@ struct WeightShared {
   explicit constexpr QKV_INLINE WeightShared(char* begin) : memory(begin) {}
 };
 
-/// One of a thread's 16 pairs, which is kept.
+/// One of a thread's pairs, which is kept.
 template <class T>
 struct KeptPair {
-  int number;  // of the 16
-  int row;     // of the thread's 4
+  int number;  // of the thread's pairs
+  int row;     // of the thread's rows
   int r;       // the same in the tile
   int64_t key;
   T score;
@@ -84,18 +80,19 @@ struct KeptPair {
 
 /// f(KeptPair) for all that are kept, with their scores, of a thread's pairs U. With kOwnsKeys keys
 /// are the tile's own side, else rows. Returns which these are, as OwnTile has them.
-template <bool kOwnsKeys, class T, class F>
+template <bool kOwnsKeys, class T, int kPairs, class F>
 QKV_DEVICE uint32_t for_each_kept_pair(const Scores<T>& scores, const RowTile& tile,
                                        int64_t first_key, int rows, int keys,
-                                       const T (&products)[16], F f) {
-  const int row_of_thread = (kOwnsKeys ? thread_x() : thread_y()) * 4;
-  const int key_of_thread = (kOwnsKeys ? thread_y() : thread_x()) * 4;
+                                       const T (&products)[kPairs], F f) {
+  constexpr int kOwn = kPairs / kOthersOfThread;
+  const int own = thread_y() * kOwn, other = thread_x() * kOthersOfThread;
+  const int row_of_thread = kOwnsKeys ? other : own, key_of_thread = kOwnsKeys ? own : other;
   uint32_t kept = 0, stays = 0xf;
-  for_each_pair<4, kOwnsKeys>([&](int row, int key, int number) {
+  for_each_pair<kOwn, kOwnsKeys>([&](int row, int key, int number) {
     const int r = row_of_thread + row, k = key_of_thread + key;
-    if (scores.drops() && key == 0 && r < rows) stays = scores.stays(tile, r, first_key + k);
+    if (scores.drops() && key % 4 == 0 && r < rows) stays = scores.stays(tile, r, first_key + k);
     KeptPair<T> pair{
-        number, row, r, first_key + k, products[number], T(0), (stays >> key & 1) != 0};
+        number, row, r, first_key + k, products[number], T(0), (stays >> key % 4 & 1) != 0};
     if (r >= rows || k >= keys || !scores.modify(tile, r, pair.key, pair.score, pair.cap)) return;
     f(pair);
     kept |= 1u << number;
@@ -104,16 +101,18 @@ QKV_DEVICE uint32_t for_each_kept_pair(const Scores<T>& scores, const RowTile& t
 }
 
 /// A thread's pairs as an array that loops index, and back: 0 for those that are not kept.
-template <class T>
-QKV_DEVICE void copy_pairs(const T (&from)[kBackwardOwn][kOthersOfThread], T (&to)[16]) {
+template <class T, int kOwn>
+QKV_DEVICE void copy_pairs(const T (&from)[kOwn][kOthersOfThread],
+                           T (&to)[kOwn * kOthersOfThread]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) to[i] = from[i / 4][i % 4];
+  for (int i = 0; i < kOwn * kOthersOfThread; ++i) to[i] = from[i / 4][i % 4];
 }
-template <class T>
-QKV_DEVICE void copy_kept_pairs(uint32_t kept, const T (&from)[16],
-                                T (&to)[kBackwardOwn][kOthersOfThread]) {
+template <class T, int kOwn>
+QKV_DEVICE void copy_kept_pairs(uint32_t kept, const T (&from)[kOwn * kOthersOfThread],
+                                T (&to)[kOwn][kOthersOfThread]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) to[i / 4][i % 4] = kept >> i & 1 ? from[i] : T(0);
+  for (int i = 0; i < kOwn * kOthersOfThread; ++i)
+    to[i / 4][i % 4] = kept >> i & 1 ? from[i] : T(0);
 }
 
 }  // namespace qkv::kernels::simt
