@@ -56,6 +56,7 @@ std::vector<Fault> faults;
 std::vector<std::string> launches;
 Order order = Order::kForward;
 int64_t largest_grid = INT64_MAX;
+int64_t bytes_of_multiprocessor = kBytesOfMultiprocessor;
 
 /// The device: there is one, and it runs one kernel at a time.
 struct Device {
@@ -257,6 +258,9 @@ void poison(void* data, size_t bytes) {
 void set_order(Order new_order) { order = new_order; }
 
 void set_largest_grid(int64_t blocks) { largest_grid = blocks; }
+
+void set_bytes_of_multiprocessor(int64_t bytes) { bytes_of_multiprocessor = bytes; }
+int64_t most_shared_bytes(int blocks) { return bytes_of_multiprocessor / blocks; }
 
 int thread() { return device.current; }
 int64_t block() { return device.block; }

@@ -60,9 +60,15 @@ void set_order(Order order);
 /// No more blocks at once than that, whatever is launched: kernels have to walk over the rest.
 void set_largest_grid(int64_t blocks);
 
+/// Bytes of shared memory that the blocks of a multiprocessor have together, which kernels may ask
+/// for. At first what sm_86 and sm_89 have: some heads of the tests fit, others do not.
+constexpr int64_t kBytesOfMultiprocessor = 100 << 10;
+void set_bytes_of_multiprocessor(int64_t bytes);
+
 int thread();
 int64_t block();
 int64_t blocks();
+int64_t most_shared_bytes(int blocks);
 void barrier();
 bool barrier_or(bool x);
 char* shared_memory();
@@ -155,9 +161,6 @@ void load_global(const T* from, T (&to)[kCount]) {
     memset(static_cast<void*>(to), 0, sizeof(to));
   }
 }
-
-/// As sm_86 and sm_89 have: some heads of the tests fit, others do not.
-inline int64_t most_shared_bytes(int blocks) { return (100 << 10) / blocks - (1 << 10); }
 
 template <class Kernel, class... Arguments>
 int launch(const char* name, Kernel kernel, int64_t blocks, int threads, int64_t shared_bytes,

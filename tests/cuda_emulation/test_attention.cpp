@@ -152,6 +152,9 @@ TEST(Emulated, BitsDoNotDependOnTheBatchOrTheGrid) {
     EXPECT_TRUE(equal(emulated(two), of_two)) << "a grid of " << largest;
   }
   device::set_largest_grid(INT64_MAX);
+  device::set_bytes_of_multiprocessor(0);
+  EXPECT_TRUE(equal(emulated(two), of_two)) << "without shared memory for queries to stay in";
+  device::set_bytes_of_multiprocessor(device::kBytesOfMultiprocessor);
 
   for (auto& t : tensors) {
     if (t) t = t->narrow(0, 1, 1);
@@ -272,13 +275,15 @@ TEST(Emulated, WeightsOfDerivativesAddUp) {
   expect_no_faults();
 }
 
+/// The same numbers in rows that are not aligned.
+Tensor with_odd_rows(const Tensor& x) {
+  auto sizes = x.sizes().vec();
+  ++sizes.back();
+  return torch::zeros(sizes, x.options()).slice(-1, 1).copy_(x);
+}
+
 /// Where rows are aligned, few rows take 16 bytes of them at once, else number by number.
 TEST(Emulated, FewRowsReadPiecesAndNumbersAlike) {
-  const auto with_odd_rows = [](const Tensor& x) {
-    auto sizes = x.sizes().vec();
-    ++sizes.back();
-    return torch::zeros(sizes, x.options()).slice(-1, 1).copy_(x);
-  };
   for (const auto type : {torch::kDouble, torch::kFloat, torch::kBFloat16, torch::kHalf}) {
     for (const int64_t rows : {1, 3, 8}) {
       torch::manual_seed(7);
@@ -293,6 +298,24 @@ TEST(Emulated, FewRowsReadPiecesAndNumbersAlike) {
           torch::matmul(torch::softmax(scores / std::sqrt(72.0), -1), value.to(torch::kDouble));
       EXPECT_TRUE(torch::allclose(found.to(torch::kDouble), wanted, 1e-2, 1e-3))
           << type << ", " << rows;
+    }
+  }
+  expect_no_faults();
+}
+
+/// So do tiles. 24 columns of queries stay in shared memory, 264 do not.
+TEST(Emulated, TilesReadPiecesAndNumbersAlike) {
+  for (const auto type : {torch::kDouble, torch::kFloat, torch::kBFloat16, torch::kHalf}) {
+    for (const int64_t columns : {24, 264}) {
+      torch::manual_seed(8);
+      qkv::Operands x;
+      x.query = torch::randn({1, 2, 70, columns}).to(type);
+      x.key = torch::randn({1, 2, 100, columns}).to(type);
+      x.value = torch::randn({1, 2, 100, 40}).to(type);
+      x.band = {-1, -1, 0};
+      const Results in_pieces = emulated(x);
+      for (Tensor* operand : {&x.query, &x.key, &x.value}) *operand = with_odd_rows(*operand);
+      EXPECT_TRUE(equal(emulated(x), in_pieces)) << type << ", " << columns;
     }
   }
   expect_no_faults();
