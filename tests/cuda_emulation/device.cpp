@@ -297,7 +297,13 @@ bool check_global(const void* pointer, size_t bytes, bool write) {
     device.begin = std::prev(after)->first;
     device.end = device.begin + std::prev(after)->second;
   }
-  if (!write && is_poison(pointer, bytes)) report(FaultKind::kUninitialised, address, false);
+  // Of a vector each word.
+  const size_t word = bytes > 8 ? 4 : bytes;
+  for (size_t i = 0; i < bytes && !write; i += word) {
+    if (!is_poison(static_cast<const char*>(pointer) + i, word)) continue;
+    report(FaultKind::kUninitialised, address + i, false);
+    break;
+  }
   return true;
 }
 

@@ -152,9 +152,6 @@ TEST(Emulated, BitsDoNotDependOnTheBatchOrTheGrid) {
     EXPECT_TRUE(equal(emulated(two), of_two)) << "a grid of " << largest;
   }
   device::set_largest_grid(INT64_MAX);
-  device::set_bytes_of_multiprocessor(0);
-  EXPECT_TRUE(equal(emulated(two), of_two)) << "without shared memory for queries to stay in";
-  device::set_bytes_of_multiprocessor(device::kBytesOfMultiprocessor);
 
   for (auto& t : tensors) {
     if (t) t = t->narrow(0, 1, 1);
@@ -303,22 +300,36 @@ TEST(Emulated, FewRowsReadPiecesAndNumbersAlike) {
   expect_no_faults();
 }
 
-/// So do tiles. 24 columns of queries stay in shared memory, 264 do not.
+/// So do tiles, whether queries stay in shared memory, as on large devices, or do not.
 TEST(Emulated, TilesReadPiecesAndNumbersAlike) {
   for (const auto type : {torch::kDouble, torch::kFloat, torch::kBFloat16, torch::kHalf}) {
-    for (const int64_t columns : {24, 264}) {
-      torch::manual_seed(8);
-      qkv::Operands x;
-      x.query = torch::randn({1, 2, 70, columns}).to(type);
-      x.key = torch::randn({1, 2, 100, columns}).to(type);
-      x.value = torch::randn({1, 2, 100, 40}).to(type);
-      x.band = {-1, -1, 0};
-      const Results in_pieces = emulated(x);
-      for (Tensor* operand : {&x.query, &x.key, &x.value}) *operand = with_odd_rows(*operand);
-      EXPECT_TRUE(equal(emulated(x), in_pieces)) << type << ", " << columns;
-    }
+    torch::manual_seed(8);
+    qkv::Operands x;
+    x.query = torch::randn({1, 2, 70, 40}).to(type);
+    x.key = torch::randn({1, 2, 100, 40}).to(type);
+    x.value = torch::randn({1, 2, 100, 72}).to(type);
+    x.band = {-1, -1, 0};
+    device::set_bytes_of_multiprocessor(0);
+    const Results in_pieces = emulated(x);
+    qkv::Operands odd = x;
+    for (Tensor* operand : {&odd.query, &odd.key, &odd.value}) *operand = with_odd_rows(*operand);
+    EXPECT_TRUE(equal(emulated(odd), in_pieces)) << type;
+    device::set_bytes_of_multiprocessor(228 << 10);
+    EXPECT_TRUE(equal(emulated(x), in_pieces)) << type;
+    EXPECT_TRUE(equal(emulated(odd), in_pieces)) << type;
+    device::set_bytes_of_multiprocessor(device::kBytesOfMultiprocessor);
   }
   expect_no_faults();
+}
+
+/// Rows beyond the last key's window, a whole tile of them, and few.
+TEST(Emulated, TilesOfRowsWithoutKeys) {
+  qkv::Operands x = large(1, 130, 10, 8, 8);
+  x.band = {2, 0, 0};
+  check(x, torch::kFloat);
+  x = large(1, 3, 5, 8, 8);
+  x.band = {1, 0, 10};
+  check(x, torch::kFloat);
 }
 
 TEST(Emulated, AKeptNanIsSeenAmongWeightsOfZero) {

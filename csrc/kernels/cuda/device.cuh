@@ -122,8 +122,8 @@ QKV_DEVICE void load_global(const T* from, T (&to)[kCount]) {
   }
 }
 
-/// Of shared memory on the current device, so that `blocks` blocks with so much fit a
-/// multiprocessor.
+/// How much shared memory a block may take so that `blocks` of them fit a multiprocessor of the
+/// current device.
 inline int64_t most_shared_bytes(int blocks) {
   int device = 0, of_multiprocessor = 0, of_block = 0, reserved = 0;
   cudaGetDevice(&device);
@@ -142,8 +142,10 @@ int launch(const char*, Kernel kernel, int64_t blocks, int threads, int64_t shar
   constexpr int64_t kWithoutAsking = 48 << 10;
   if (blocks == 0) return 0;
   if (shared_bytes > kWithoutAsking) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    // As much as there is: it is the kernel's, and other threads launch it with other sizes.
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(most_shared_bytes(1)));
     if (error != cudaSuccess) return error;
   }
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};

@@ -11,8 +11,8 @@
 //     out = dropout(softmax(softcap(scale · Q Kᵀ) + mask - ALiBi)) V
 //     lse = log of the sum that the softmax divides by, a sink included
 //
-// A block owns 64 packed rows of one key/value head, 16 · kColumns columns of the output and
-// one range of the keys ("split"; there is one unless rows are few):
+// A block owns 64 packed rows of one key/value head, 16 · kColumns columns of the output and one
+// range of the keys ("split"; there is one unless rows are few):
 //
 //     for 64 keys at a time:   S   [rows][64]      in registers
 //                              Pᵀ  [64][rows]      to shared memory
@@ -172,7 +172,8 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   }
   using Pairs = PairStage<kOwn, TileRows<Element>, TileKeys<Element>>;
   StagePieces<Element, Pairs::kPieces> pieces;
-  TileKeys<Element> tile_keys = tile_of(key, any.begin - any.begin % kOthers);
+  // What pairs fetches next. All tiles of a head lie in pieces, or none does.
+  TileKeys<Element> tile_keys = tile_of(key, any.empty() ? 0 : any.begin - any.begin % kOthers);
   Pairs pairs(query, tile_keys, p.head_dim, pieces, own_stages != 0 ? shared.query : nullptr);
   if (!any.empty()) {
     pairs.fetch(0);
@@ -182,7 +183,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     T s[kOwn][kOthersOfThread];
     const TileKeys<Element> tile_values = tile_of(value, n);
-    // Without columns one stage of zeros.
+    // Without columns one stage of zeros, in which the next tile's first is fetched all the same.
     ColumnStage<kOwn, kColumns, TileKeys<Element>> values(tile_values, columns == 0 ? 1 : keys,
                                                           u.first_column, columns, pieces);
     bool finite = true;

@@ -28,12 +28,12 @@ constexpr int kInFlight = 4;  // pieces that a lane asks for at once
 
 /// Numbers of a key that a lane takes at once.
 template <class Element>
-constexpr int kPiece = 16 / static_cast<int>(sizeof(Element));
+constexpr int kKeyPiece = 16 / static_cast<int>(sizeof(Element));
 
 /// Numbers that a row of q takes in shared memory, 0 after the last.
 template <class Element>
 QKV_INLINE int64_t query_step(int64_t head_dim) {
-  return ceil_divide(head_dim, kPiece<Element>) * kPiece<Element>;
+  return ceil_divide(head_dim, kKeyPiece<Element>) * kKeyPiece<Element>;
 }
 
 template <class T, int kRows>
@@ -75,7 +75,7 @@ template <class Element, int kRows>
 QKV_DEVICE void multiply_keys(const TileKeys<Element>& keys, const Real<Element>* query,
                               int64_t head_dim, Real<Element> (&score)[kRows]) {
   using T = Real<Element>;
-  constexpr int kNumbers = kPiece<Element>;
+  constexpr int kNumbers = kKeyPiece<Element>;
   const int lane = device::thread() % device::kWarp;
   const int64_t step = query_step<Element>(head_dim);
   const bool in_pieces = keys.template lies_in_pieces<kNumbers>(head_dim);

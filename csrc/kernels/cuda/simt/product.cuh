@@ -23,20 +23,25 @@ namespace qkv::kernels::simt {
 template <class T>
 constexpr int kDepth = 64 / static_cast<int>(sizeof(T));
 
-/// Numbers that a thread fetches at once, and in how many such pieces a stage has a row's terms.
+/// Numbers that a thread fetches at once, and how many such pieces a stage has of a row's terms,
+/// and of a column of its own.
 template <class T>
 constexpr int kStagePiece = 16 / static_cast<int>(sizeof(T));
 constexpr int kPiecesOfRow = 4;
+static_assert(kPiecesOfRow == kDepth<float> / kStagePiece<float>);
+static_assert(kPiecesOfRow == kDepth<double> / kStagePiece<double>);
 
-/// Numbers from a term of one side of a product of pairs to the next, in shared memory, and from an
-/// other of a block's own pairs to the next.
+/// In shared memory 64 rows, of either side, lie one after the other for each term, so many numbers
+/// apart; and so do a block's own pairs for each other.
 constexpr int kSideStep = kOwns + kPad;
 static_assert(kOwns == kOthers);
 
-/// Where a stage has a term of a side. A gap in the middle: a warp stores 8 rows of 4 pieces at
-/// once, all in banks of their own.
+/// A gap in the middle of a stage: a warp stores 8 rows of 4 pieces at once, all in banks of their
+/// own.
 template <class T>
 constexpr int kGap = 32 / static_cast<int>(sizeof(T));
+
+/// Where a stage has a term of a side.
 template <class T>
 constexpr QKV_INLINE int term_offset(int t) {
   return t * kSideStep + t / (kDepth<T> / 2) * kGap<T>;
@@ -163,12 +168,14 @@ class PairStage {
  public:
   static constexpr int kPieces = 2 * kPiecesOfSide<kOwn>;
 
-  template <class Pieces>
-  QKV_DEVICE PairStage(const A& a, const B& b, int64_t depth, Pieces& pieces,
-                       const T* staying = nullptr)
+  template <int kCount>
+  QKV_DEVICE PairStage(const A& a, const B& b, int64_t depth,
+                       StagePieces<typename A::Stored, kCount>& pieces, const T* staying = nullptr)
       : own_(a, depth, pieces.piece + kPiecesOfSide<kOwn>),
         other_(b, depth, pieces.piece),
-        staying_(staying) {}
+        staying_(staying) {
+    static_assert(kCount >= kPieces);
+  }
 
   QKV_DEVICE int64_t depth() const { return own_.depth(); }
 
@@ -181,11 +188,10 @@ class PairStage {
     other_.store(stage);
   }
 
-  /// Where the terms d .. of each side are, those of `stage`.
+  /// Where the own side's terms d .. are, those of `stage`. It begins with the other's.
   QKV_DEVICE const T* own(const T* stage, int64_t d) const {
     return staying_ == nullptr ? stage + kSideStage<T> : staying_ + d / kDepth<T> * kSideStage<T>;
   }
-  QKV_DEVICE const T* other(const T* stage) const { return stage; }
 
  private:
   SideStage<kOwn, A> own_;
@@ -221,15 +227,17 @@ class ColumnStage {
   static constexpr int kStep = kWidth + kPad;
   static constexpr int kPieces = kPiecesOfColumns<kOwn, kColumns>;
 
-  template <class Pieces>
+  template <int kCount>
   QKV_DEVICE ColumnStage(const B& b, int others, int64_t first_column, int64_t columns,
-                         Pieces& pieces)
+                         StagePieces<typename B::Stored, kCount>& pieces)
       : b_(b),
         others_(others),
         first_column_(first_column),
         columns_(columns),
         pieces_(pieces.piece),
-        in_pieces_(b.template lies_in_pieces<kPiece>(columns)) {}
+        in_pieces_(b.template lies_in_pieces<kPiece>(columns)) {
+    static_assert(kCount >= kPieces);
+  }
 
   QKV_DEVICE int others() const { return others_; }
 
@@ -315,7 +323,7 @@ QKV_DEVICE void multiply_staged_pairs(Stage& stage, Stages<T>& stages,
       next_fetch();
     }
     const T* own = stage.own(stages.now, d) + thread_y() * kOwn;
-    const T* other = stage.other(stages.now) + thread_x() * kOthersOfThread;
+    const T* other = stages.now + thread_x() * kOthersOfThread;
     multiply_stage<T>(
         [&](int t, T(&x)[kOwn]) { device::load_shared<kOwn>(own + term_offset<T>(t), x); },
         [&](int t, T(&y)[kOthersOfThread]) {

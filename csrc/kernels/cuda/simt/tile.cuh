@@ -26,6 +26,7 @@ constexpr int kSide = 16;
 constexpr int kOwns = 64;
 constexpr int kOthers = 64;
 constexpr int kOthersOfThread = kOthers / kSide;
+static_assert(kOthersOfThread == 4, "pair 4 · i + j of a thread, here and there");
 
 // Numbers after each row in shared memory, so that stores of columns spread over its banks.
 constexpr int kPad = 4;
@@ -34,12 +35,14 @@ constexpr int kPad = 4;
 template <int kOwn>
 constexpr int kThreadsOfTile = kSide* kOwns / kOwn;
 
-/// Own rows or keys of each thread: as many as two tiles of pairs leave room for in its registers;
-/// and where there are more tiles than that, or wide sums for two results.
+/// Own rows or keys of each thread where its registers hold no more: with four tiles of pairs, or
+/// two and two wide results.
+constexpr int kLeastOwn = 4;
+static_assert(kThreadsOfTile<kLeastOwn> == kThreads);
+
+/// Elsewhere, of float.
 template <class T>
 constexpr int kMostOwn = 32 / static_cast<int>(sizeof(T));
-constexpr int kLeastOwn = 4;
-static_assert(kLeastOwn == 4 && kOthersOfThread == 4, "a thread has 4 x 4 pairs");
 
 QKV_DEVICE int thread_x() { return device::thread() % kSide; }
 QKV_DEVICE int thread_y() { return device::thread() / kSide; }
@@ -73,11 +76,11 @@ template <class Element>
 using Real = typename RealOf<Element>::type;
 
 /// Blocks that should share a multiprocessor: two if a thread's tiles, of so many numbers, leave
-/// room in 128 registers, or in 255 of half as many threads, so that one computes while the other
-/// waits.
+/// room in 128 registers, or in 255 if threads are half as many, so that one computes while the
+/// other waits.
 template <class T, int kOwn = kLeastOwn>
 constexpr int blocks_at_once(int numbers) {
-  return sizeof(T) == 4 && (kOwn > kLeastOwn || numbers <= 64) ? 2 : 1;
+  return sizeof(T) == 4 && numbers <= 64 * kOwn / kLeastOwn ? 2 : 1;
 }
 
 template <class T, int kRows, int kColumns>
@@ -231,7 +234,7 @@ struct RowOffsets {
   int64_t row_stride;
 };
 
-/// A few of them, in shared memory.
+/// A few packed rows, in shared memory.
 struct RowTile {
   int64_t* query;
   int32_t* head;  // -1: there is no such row
@@ -248,7 +251,7 @@ struct RowTile {
   template <int kRows, class T, class... Offsets>
   QKV_DEVICE void load(const Problem<T>& p, const PackedRows& rows, int64_t first,
                        const Offsets&... offsets) const {
-    static_assert(kRows <= kOwns, "a block has fewer threads");
+    static_assert(kRows <= kThreadsOfTile<kMostOwn<float>>, "a row for each thread");
     if (const int r = device::thread(); r < kRows) {
       const bool exists = first + r < rows.count;
       const int64_t i = exists ? rows.query(first + r) : 0, h = exists ? rows.head(first + r) : -1;

@@ -51,11 +51,13 @@ struct RowUnit {
     return packed.keys_of_any(p, first_row, rows);
   }
 
-  /// add(first, keys, partial) for each tile of kOthers keys that has some of `any`. Partial: not
-  /// every pair of it is kept, as by the band or where something `masks`. end() after each group.
+  /// add(first, keys, partial) for each tile of kOthers keys that has some of `any`, none if it is
+  /// empty. Partial: not every pair of it is kept, as by the band or where something `masks`. end()
+  /// after each group.
   template <class T, class Add, class End>
   QKV_DEVICE void for_each_tile(const Problem<T>& p, KeyRange any, bool masks, const Add& add,
                                 const End& end) const {
+    if (any.empty()) return;
     const KeyRange all = packed.keys_of_all(p, first_row, rows);
     for (int64_t n = any.begin - any.begin % kOthers; n < any.end; end()) {
       for (const int64_t stop = end_of_group(n, any.end); n < stop; n += kOthers) {

@@ -60,7 +60,7 @@ struct WeightShared {
   SharedMemory memory;
   Stages<T> stages = Stages<T>::in(memory, stage_numbers<T, kColumns>(false));
   T* numbers = memory.take<T>(kOthers * kSideStep);  // [64 others][own]: P, dU, ..
-  uint32_t* kept = memory.take<uint32_t>(kThreads);  // of each thread
+  uint32_t* kept = memory.take<uint32_t>(kThreads);  // of each thread, kThreads at most
   Rows rows = Rows::template in<kOwns>(memory);
 
   explicit constexpr QKV_INLINE WeightShared(char* begin) : memory(begin) {}
