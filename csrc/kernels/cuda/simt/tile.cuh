@@ -40,7 +40,7 @@ constexpr int kThreadsOfTile = kSide* kOwns / kOwn;
 constexpr int kLeastOwn = 4;
 static_assert(kThreadsOfTile<kLeastOwn> == kThreads);
 
-/// Elsewhere, of float.
+/// As many as they hold elsewhere: 8 of float, 4 of double.
 template <class T>
 constexpr int kMostOwn = 32 / static_cast<int>(sizeof(T));
 
