@@ -322,7 +322,7 @@ TEST(Emulated, TilesReadPiecesAndNumbersAlike) {
   expect_no_faults();
 }
 
-/// Rows beyond the last key's window, a whole tile of them, and few.
+/// Rows whose windows begin after the last key: a whole tile of them, and few.
 TEST(Emulated, TilesOfRowsWithoutKeys) {
   qkv::Operands x = large(1, 130, 10, 8, 8);
   x.band = {2, 0, 0};

@@ -22,7 +22,7 @@
 
 namespace qkv::kernels::simt {
 
-/// What a block of the forward kernel has in shared memory. own_stages: those of Q, if it stays
+/// What a block of the forward kernel has in shared memory. query_stages: those of Q, if it stays
 /// there, else 0.
 template <class T, int kOwn, int kColumns>
 struct ForwardShared {
@@ -34,10 +34,10 @@ struct ForwardShared {
   RowTile rows = RowTile::in<kOwns>(memory);
   int64_t* query_offsets = memory.take<int64_t>(kOwns);
 
-  explicit constexpr QKV_INLINE ForwardShared(char* begin, int64_t own_stages = 0)
+  explicit constexpr QKV_INLINE ForwardShared(char* begin, int64_t query_stages = 0)
       : memory(begin),
-        query(memory.take<T>(static_cast<int>(own_stages * kSideStage<T>))),
-        stages(Stages<T>::in(memory, stage_numbers<T, kColumns>(own_stages != 0))) {}
+        query(memory.take<T>(static_cast<int>(query_stages * kSideStage<T>))),
+        stages(Stages<T>::in(memory, stage_numbers<T, kColumns>(query_stages != 0))) {}
 };
 
 /// s: -inf where the pair is not kept, if that is for the band and the ends of rows and keys alone.
@@ -128,11 +128,11 @@ QKV_DEVICE void weigh_scores(bool drops, uint32_t stays, T (&s)[kOwn][kOthersOfT
 
 template <class Element, int kOwn, int kColumns>
 QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t unit,
-                             int64_t own_stages) {
+                             int64_t query_stages) {
   using T = Real<Element>;
   constexpr int kWidth = kSide * kColumns;
   const Problem<T>& p = task.forward.problem;
-  const ForwardShared<T, kOwn, kColumns> shared(device::shared_memory(), own_stages);
+  const ForwardShared<T, kOwn, kColumns> shared(device::shared_memory(), query_stages);
   const int64_t columns = output_columns(task);
   const RowUnit<kOwns, kWidth> u(p, unit, columns, task.splits);
 
@@ -160,21 +160,19 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 
   const auto key = TileKeys<Element>::of_head(p, p.key, u.batch, u.kv_head);
   const auto value = TileKeys<Element>::of_head(p, p.value, u.batch, u.kv_head);
-  const auto tile_of = [&](const TileKeys<Element>& of_head, int64_t n) {
-    return of_head.tile(n, at_most(kOthers, any.end - n));
-  };
+  const auto keys_from = [&](int64_t n) { return key.tile(n, at_most(kOthers, any.end - n)); };
   // The products' stages follow each other without a pause: S's last is multiplied while V's first
   // is fetched, and V's last while the first of the next tile's S is.
   Stages<T> stages = shared.stages;
-  if (own_stages != 0) {
+  if (query_stages != 0) {
     store_side<kOwn>(query, p.head_dim, shared.query);
     device::barrier();
   }
   using Pairs = PairStage<kOwn, TileRows<Element>, TileKeys<Element>>;
   StagePieces<Element, Pairs::kPieces> pieces;
   // What pairs fetches next. All tiles of a head lie in pieces, or none does.
-  TileKeys<Element> tile_keys = tile_of(key, any.empty() ? 0 : any.begin - any.begin % kOthers);
-  Pairs pairs(query, tile_keys, p.head_dim, pieces, own_stages != 0 ? shared.query : nullptr);
+  TileKeys<Element> tile_keys = keys_from(any.empty() ? 0 : any.begin - any.begin % kOthers);
+  Pairs pairs(query, tile_keys, p.head_dim, pieces, query_stages != 0 ? shared.query : nullptr);
   if (!any.empty()) {
     pairs.fetch(0);
     pairs.store(stages.now);
@@ -182,7 +180,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
   }
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     T s[kOwn][kOthersOfThread];
-    const TileKeys<Element> tile_values = tile_of(value, n);
+    const TileKeys<Element> tile_values = value.tile(n, keys);
     // Without columns one stage of zeros, in which the next tile's first is fetched all the same.
     ColumnStage<kOwn, kColumns, TileKeys<Element>> values(tile_values, columns == 0 ? 1 : keys,
                                                           u.first_column, columns, pieces);
@@ -200,7 +198,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
     const OwnTile<T> weights{shared.weights, shared.kept, partial};
     const bool exact = weights.barrier_or_not_finite(finite);
     const bool more = n + kOthers < any.end;
-    if (more) tile_keys = tile_of(key, n + kOthers);
+    if (more) tile_keys = keys_from(n + kOthers);
     multiply_staged_columns(
         weights, values, exact, stages, out,
         [&] {
@@ -261,9 +259,9 @@ QKV_DEVICE void forward_unit(const ForwardTask<Real<Element>>& task, int64_t uni
 template <class Element, int kOwn, int kColumns>
 QKV_KERNEL(kThreadsOfTile<kOwn>, (blocks_at_once<Real<Element>, kOwn>(kOwn * (4 + kColumns))))
 attention_forward_kernel(QKV_PARAMS ForwardTask<Real<Element>> task, QKV_PARAMS int64_t units,
-                         QKV_PARAMS int64_t own_stages) {
+                         QKV_PARAMS int64_t query_stages) {
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
-    forward_unit<Element, kOwn, kColumns>(task, unit, own_stages);
+    forward_unit<Element, kOwn, kColumns>(task, unit, query_stages);
     device::barrier();
   }
 }

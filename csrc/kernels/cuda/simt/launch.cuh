@@ -29,18 +29,19 @@ constexpr int64_t shared_bytes() {
 
 /// How many stages of Q stay in a block's shared memory, all that there are or none, and what the
 /// block then takes of it.
-struct OwnSide {
+struct StayingQuery {
   int64_t stages;
   int64_t bytes;
 };
 
 /// They stay if two such blocks fit a multiprocessor.
 template <class Shared, class T>
-OwnSide own_side(int64_t stages) {
+StayingQuery staying_query(int64_t head_dim) {
   constexpr int64_t kWithout = shared_bytes<Shared>(), kWithOne = Shared(nullptr, 1).memory.taken();
+  const int64_t stages = stages_of<T>(head_dim);
   const int64_t bytes = kWithOne + (stages - 1) * kSideStage<T> * static_cast<int64_t>(sizeof(T));
-  return stages != 0 && bytes <= device::most_shared_bytes(2) ? OwnSide{stages, bytes}
-                                                              : OwnSide{0, kWithout};
+  const bool stays = stages != 0 && bytes <= device::most_shared_bytes(2);
+  return stays ? StayingQuery{stages, bytes} : StayingQuery{0, kWithout};
 }
 
 /// Rows of the largest tile of the kernel for few rows, that shared memory holds.
@@ -80,10 +81,10 @@ int launch_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   const Problem<T>& p = task.forward.problem;
   const int64_t units =
       RowUnit<kOwns, kSide * kColumns>::count(p, output_columns(task), task.splits);
-  const OwnSide own = own_side<ForwardShared<T, kOwn, kColumns>, T>(stages_of<T>(p.head_dim));
+  const auto query = staying_query<ForwardShared<T, kOwn, kColumns>, T>(p.head_dim);
   return device::launch("attention_forward", attention_forward_kernel<Element, kOwn, kColumns>,
-                        blocks_of(units), kThreadsOfTile<kOwn>, own.bytes, stream, task, units,
-                        own.stages);
+                        blocks_of(units), kThreadsOfTile<kOwn>, query.bytes, stream, task, units,
+                        query.stages);
 }
 
 template <class Element, int kRows>
