@@ -7,11 +7,21 @@
 #include "cuda/stream.h"
 #include "internal_op.h"
 #include "kernels/cuda/simt/tasks.h"
+#include "kernels/cuda/sm80/tasks.h"
 #include "layout.h"
 
 namespace qkv::cuda {
 
 namespace {
+
+int run_kernels(const kernels::simt::ForwardTask<double>& task, void* stream) {
+  return kernels::simt::attention_forward(task, stream);
+}
+int run_kernels(const kernels::simt::ForwardTask<float>& task, void* stream) {
+  return kernels::sm80::takes_forward(task.forward.problem)
+             ? kernels::sm80::attention_forward(task, stream)
+             : kernels::simt::attention_forward(task, stream);
+}
 
 template <class T>
 void run_forward(const Operands& x, const TensorTuple<4>& results) {
@@ -30,7 +40,7 @@ void run_forward(const Operands& x, const TensorTuple<4>& results) {
   params.partial = static_cast<T*>(partial.data_ptr());
 
   const Stream stream(x.query);
-  check(kForwardOp, kernels::simt::attention_forward(task, stream.get()));
+  check(kForwardOp, run_kernels(task, stream.get()));
 }
 
 TensorTuple<4> attention_forward(const Operands& x) {

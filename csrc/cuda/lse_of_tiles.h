@@ -5,21 +5,25 @@
 
 #include "cuda/stream.h"
 #include "kernels/cuda/simt/tasks.h"
+#include "kernels/cuda/sm80/tasks.h"
 #include "operands.h"
 
 namespace qkv::cuda {
 
 /// The lse, and what rounding took from it, for derivatives, which compute scores tile by tile. It
 /// must come from the same scores to the bit: those of 1e6, summed in another order, differ by 1/16
-/// or more, and the weights exp(S - lse) of a row would not add up to 1. The forward of few rows
-/// computed other ones; lse is computed again then.
+/// or more, and the weights exp(S - lse) of a row would not add up to 1. The forwards of few rows
+/// and of tensor cores computed other ones; lse is computed again then.
 template <class T>
 class LseOfTiles {
  public:
   LseOfTiles(const char* op, const kernels::Problem<T>& problem, const ForwardResults& forward,
              const Stream& stream)
       : lse_(forward.lse), lse_rest_(forward.lse_rest) {
-    if (kernels::simt::forward_has_scores_of_derivatives(problem)) return;
+    if (!kernels::sm80::takes_forward(problem) &&
+        kernels::simt::forward_has_scores_of_derivatives(problem)) {
+      return;
+    }
     lse_ = at::empty_like(forward.lse);
     lse_rest_ = at::empty_like(forward.lse_rest);
     kernels::simt::ForwardTask<T> task{};

@@ -1,4 +1,4 @@
-#include "cuda_emulation/device.h"
+#include "cuda_emulation/tensor_cores.h"
 
 #include <setjmp.h>
 #include <stdlib.h>
@@ -39,6 +39,13 @@ struct SharedWord {
 
 enum class Waiting { kNo, kBarrier, kShuffle, kDone };
 
+/// 16 bytes on their way to shared memory.
+struct Copy {
+  void* to;
+  const void* from;
+  bool exist;
+};
+
 struct Fiber {
   ucontext_t start;
   jmp_buf context;
@@ -47,6 +54,7 @@ struct Fiber {
   Waiting waiting = Waiting::kNo;
   bool vote = false;
   uint64_t offered = 0;
+  std::vector<Copy> copies;  // that were begun and not waited for
 };
 
 /// Never destroyed: tensors are freed when the program ends.
@@ -57,6 +65,9 @@ std::vector<std::string> launches;
 Order order = Order::kForward;
 int64_t largest_grid = INT64_MAX;
 int64_t bytes_of_multiprocessor = kBytesOfMultiprocessor;
+Copies copies = Copies::kAtOnce;
+bool tensor_cores = false;
+int multiprocessor_count = 1;
 
 /// The device: there is one, and it runs one kernel at a time.
 struct Device {
@@ -148,6 +159,7 @@ void prepare(int threads) {
     Fiber& fiber = *device.fibers[t];
     fiber.started = false;
     fiber.waiting = Waiting::kNo;
+    fiber.copies.clear();
     getcontext(&fiber.start);
     fiber.start.uc_stack.ss_sp = fiber.stack.get();
     fiber.start.uc_stack.ss_size = kStackBytes;
@@ -262,6 +274,12 @@ void set_largest_grid(int64_t blocks) { largest_grid = blocks; }
 void set_bytes_of_multiprocessor(int64_t bytes) { bytes_of_multiprocessor = bytes; }
 int64_t most_shared_bytes(int blocks) { return bytes_of_multiprocessor / blocks; }
 
+void set_copies(Copies new_copies) { copies = new_copies; }
+void set_tensor_cores(bool has) { tensor_cores = has; }
+bool has_tensor_cores() { return tensor_cores; }
+void set_multiprocessors(int count) { multiprocessor_count = count; }
+int multiprocessors() { return multiprocessor_count; }
+
 int thread() { return device.current; }
 int64_t block() { return device.block; }
 int64_t blocks() { return device.blocks; }
@@ -277,6 +295,27 @@ bool barrier_or(bool x) {
 void barrier() { barrier_or(false); }
 
 char* shared_memory() { return device.shared.data(); }
+
+void copy_async(void* to, const void* from, bool exist) {
+  detail::check_alignment(to, 16);
+  if (exist) detail::check_alignment(from, 16);
+  Fiber& fiber = *device.fibers[device.current];
+  fiber.copies.push_back({to, from, exist});
+  if (copies == Copies::kAtOnce) wait_for_copies();
+}
+
+void wait_for_copies() {
+  Fiber& fiber = *device.fibers[device.current];
+  for (const auto& [to, from, exist] : std::exchange(fiber.copies, {})) {
+    const bool reads = exist && detail::check_global(from, 16, false);
+    if (!detail::check_shared<true>(to, 16)) continue;
+    if (reads) {
+      memcpy(to, from, 16);
+    } else {
+      memset(to, 0, 16);
+    }
+  }
+}
 
 namespace detail {
 

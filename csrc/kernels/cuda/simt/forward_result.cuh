@@ -47,6 +47,10 @@ QKV_DEVICE int64_t partial_step(const Problem<T>& p) {
   return rows_of_kv_head(p) * partial_row_size(p);
 }
 
+/// Puts the partial results of a task's splits together (merge.cuh).
+template <class Element>
+int merge_splits(const ForwardTask<Real<Element>>& task, void* stream);
+
 /// The results of a batch element.
 template <class Element>
 class ForwardResult {

@@ -4,6 +4,7 @@
 
 namespace qkv::kernels::simt {
 
+template int merge_splits<BFloat16>(const ForwardTask<float>&, void*);
 template int run_forward<BFloat16>(const ForwardTask<float>&, void*);
 template int run_backward<BFloat16>(const BackwardTask<float>&, void*);
 template int run_jvp<BFloat16>(const JvpTask<float>&, void*);

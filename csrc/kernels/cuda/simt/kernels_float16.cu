@@ -4,6 +4,7 @@
 
 namespace qkv::kernels::simt {
 
+template int merge_splits<Float16>(const ForwardTask<float>&, void*);
 template int run_forward<Float16>(const ForwardTask<float>&, void*);
 template int run_backward<Float16>(const BackwardTask<float>&, void*);
 template int run_jvp<Float16>(const JvpTask<float>&, void*);

@@ -13,9 +13,6 @@
 
 namespace qkv::kernels::simt {
 
-/// A grid holds 2^31 - 1 blocks; kernels walk over what is more.
-inline int64_t blocks_of(int64_t units) { return units < 0x7fffffff ? units : 0x7fffffff; }
-
 /// What the oldest architecture, sm_75, has of shared memory for a block.
 constexpr int64_t kSharedBytes = 64 << 10;
 
@@ -55,7 +52,7 @@ constexpr int64_t kWidestOfFewRows = 512;
 template <class T>
 int few_rows_of_tile(const Problem<T>& p) {
   const int64_t rows = rows_of_kv_head(p);
-  if (rows > 16 || p.head_dim > kWidestOfFewRows) return 0;
+  if (rows > kMostFewRowsOfHead || p.head_dim > kWidestOfFewRows) return 0;
   return rows == 1 ? 1 : rows <= 4 ? 4 : kMostFewRows<T>;
 }
 
@@ -102,6 +99,14 @@ int launch_few_rows(const ForwardTask<Real<Element>>& task, void* stream) {
 }
 
 template <class Element>
+int merge_splits(const ForwardTask<Real<Element>>& task, void* stream) {
+  const auto& p = task.forward.problem;
+  const int64_t rows = p.batch * p.query_heads * p.queries;
+  return device::launch("merge_forward", merge_forward_kernel<Element>,
+                        blocks_of(ceil_divide(rows, kWarps)), kThreads, 0, stream, task, rows);
+}
+
+template <class Element>
 int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   const Problem<T>& p = task.forward.problem;
@@ -120,10 +125,7 @@ int run_forward(const ForwardTask<Real<Element>>& task, void* stream) {
       error = output_columns(task) <= 64 ? launch_forward<Element, 4>(task, stream)
                                          : launch_forward<Element, 8>(task, stream);
   }
-  if (error != 0 || task.splits == 1) return error;
-  const int64_t rows = p.batch * p.query_heads * p.queries;
-  return device::launch("merge_forward", merge_forward_kernel<Element>,
-                        blocks_of(ceil_divide(rows, kWarps)), kThreads, 0, stream, task, rows);
+  return error != 0 || task.splits == 1 ? error : merge_splits<Element>(task, stream);
 }
 
 template <class Element, int kOwn, int kColumns>

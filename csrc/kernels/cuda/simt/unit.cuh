@@ -6,6 +6,12 @@
 
 namespace qkv::kernels::simt {
 
+/// Up to so many rows of a key/value head take the kernel for few rows.
+constexpr int64_t kMostFewRowsOfHead = 16;
+
+/// A grid holds 2^31 - 1 blocks; kernels walk over what is more.
+inline int64_t blocks_of(int64_t units) { return units < 0x7fffffff ? units : 0x7fffffff; }
+
 /// Up to kRows packed rows of a head of key and value, up to kWidth columns of their results, and
 /// one of the ranges ("splits") that the keys are cut into. Tiles of rows come last first: under a
 /// causal mask the last are the longest.

@@ -1,0 +1,9 @@
+#define QKV_ISA simt
+#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/sm80/launch.cuh"
+
+namespace qkv::kernels::sm80 {
+
+template int run_forward<BFloat16>(const ForwardTask<float>&, void*);
+
+}  // namespace qkv::kernels::sm80

@@ -1,0 +1,84 @@
+#pragma once
+
+#include "kernels/cuda/simt/tile.cuh"
+#include "kernels/cuda/tensor_cores.cuh"
+
+// What the kernels for tensor cores have in common. A block's four warps have 16 or 32 rows of a
+// tile each, one or two tiles of a product, and walk over the keys 64 at a time:
+//
+//                   keys ->  0 1 2 .. 7 | 8 ..        | .. 63      a lane has of each 16 x 8 pairs
+//     rows 0 .. 15           lane 0 0 1 1 2 2 3 3                  keys 2 · (lane % 4) and the next
+//     of a warp                   4 4 5 5 6 6 7 7                  of row lane / 4 and of row
+//                                 :                                lane / 4 + 8
+//
+// so that maxima and sums of rows are shuffles among four lanes. What does not depend on how pairs
+// lie among threads is the kernels' for any GPU.
+
+namespace qkv::kernels::sm80 {
+
+using namespace simt;
+
+constexpr int kThreadsOfBlock = 128;
+constexpr int kKeys = kOthers;
+constexpr int kKeyTiles = kKeys / 8;
+constexpr int kRowsOfProduct = 16;
+constexpr int kStepOfProduct = 16;
+
+/// Numbers from one row of a tile in shared memory to the next: all that products take, and 8, with
+/// which the rows that ldmatrix reads at once lie in different banks.
+constexpr QKV_INLINE int row_step(int64_t columns) {
+  return static_cast<int>((columns + kStepOfProduct - 1) / kStepOfProduct * kStepOfProduct) + 8;
+}
+
+QKV_DEVICE int lane() { return device::thread() % device::kWarp; }
+QKV_DEVICE int warp() { return device::thread() / device::kWarp; }
+
+/// Brings kRows rows of one side of a product to shared memory, columns first_column .. + width of
+/// the `columns` that there are, and zeros where there is none. In pieces they are on their way
+/// then, else they come number by number.
+template <int kRows, class Side>
+QKV_DEVICE void copy_rows(const Side& side, int64_t first_column, int64_t columns, int width,
+                          typename Side::Stored* to, int step) {
+  constexpr int kPiece = 8, kLanes = 8;
+  const bool in_pieces = side.template lies_in_pieces<kPiece>(columns);
+  for (int row = device::thread() / kLanes; row < kRows; row += kThreadsOfBlock / kLanes) {
+    for (int c = device::thread() % kLanes * kPiece; c < width; c += kLanes * kPiece) {
+      typename Side::Stored* at = to + row * step + c;
+      const int64_t column = first_column + c;
+      if (in_pieces) {
+        const auto first = side.place(row, column);
+        const bool exists = first.exists && column < columns;
+        device::copy_async(at, exists ? first.at : side.place(0, 0).at, exists);
+      } else {
+        const auto piece = fetch_piece<false, kPiece>(side, row, column, columns);
+        device::store_shared(reinterpret_cast<uint32_t*>(at), piece.words);
+      }
+    }
+  }
+}
+
+/// The left side of a product from rows of a tile in shared memory.
+template <class Element>
+QKV_DEVICE void load_left(const Element* rows, int step, uint32_t (&a)[4]) {
+  device::load_matrices<false>(rows + lane() % 16 * step + lane() / 16 * 8, a);
+}
+
+/// The right sides of two products, b[0], b[1] and b[2], b[3], from 16 rows of a tile, which are
+/// their columns.
+template <class Element>
+QKV_DEVICE void load_right_of_rows(const Element* rows, int step, uint32_t (&b)[4]) {
+  const int row = lane() / 16 * 8 + lane() % 8;
+  device::load_matrices<false>(rows + row * step + lane() / 8 % 2 * 8, b);
+}
+
+/// The same from 16 rows of a tile that are their rows, and 16 columns.
+template <class Element>
+QKV_DEVICE void load_right_of_columns(const Element* rows, int step, uint32_t (&b)[4]) {
+  device::load_matrices<true>(rows + lane() % 16 * step + lane() / 16 * 8, b);
+}
+
+/// The 16 x 8 numbers of a product that a lane has: which row and column number i is.
+QKV_DEVICE int row_of_number(int i) { return lane() / 4 + i / 2 * 8; }
+QKV_DEVICE int column_of_number(int i) { return lane() % 4 * 2 + i % 2; }
+
+}  // namespace qkv::kernels::sm80

@@ -1,0 +1,223 @@
+// The kernels for tensor cores on the emulated device: against the definition in float64, bit by bit
+// against themselves whatever runs first, and what they must not read.
+
+#include <gtest/gtest.h>
+#include <qkv/qkv.h>
+
+#include "cuda_emulation/operators.h"
+#include "cuda_emulation/tensor_cores.h"
+#include "reference.h"
+
+namespace {
+
+using namespace emulation;
+
+class TensorCores : public ::testing::Test {
+  void SetUp() override { device::set_tensor_cores(true); }
+  void TearDown() override {
+    device::set_tensor_cores(false);
+    expect_no_faults();
+  }
+};
+
+struct Forward {
+  Tensor out, lse, out_rest;
+
+  explicit Forward(const qkv::Operands& x) {
+    torch::NoGradGuard no_grad;
+    std::tie(out, lse, out_rest, std::ignore) =
+        qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+  }
+
+  bool equals(const Forward& other) const {
+    return out.equal(other.out) && lse.equal(other.lse) && out_rest.equal(other.out_rest);
+  }
+};
+
+/// Without options, unless they are set afterwards.
+qkv::Operands plain(int64_t rows, int64_t keys, int64_t width, int64_t value_width) {
+  qkv::Operands x = large(1, rows, keys, width, value_width);
+  x.attn_mask = x.alibi_slopes = x.sinks = x.key_mask = x.dropout_seed = std::nullopt;
+  x.softcap = x.dropout_p = 0.0;
+  x.band = {-1, -1, 0};
+  return x;
+}
+
+/// One and two row tiles of a warp, and more rows than a tile has; whole and partial tiles; head
+/// dims that are a product's steps, or pieces, or neither; splits; several blocks of columns.
+std::vector<qkv::Operands> problems() {
+  std::vector<qkv::Operands> all = plain_tiles();
+  all.push_back(plain(150, 139, 70, 133));
+  all.push_back(large(1));
+  all.push_back(large(2, 65, 192, 64, 64));
+  all.push_back(plain(20, 1100, 40, 24));
+  all.push_back(large(1, 20, 1100, 8, 200));
+  all.push_back(plain(17, 128, 200, 256));
+  all.push_back(plain(90, 256, 96, 64));
+  all.back().band = {40, 0, 100};
+  return all;
+}
+
+double error(const Tensor& x, const Tensor& wanted) {
+  const Tensor difference = x.to(torch::kDouble) - wanted;
+  return (difference.norm() / wanted.norm()).item<double>();
+}
+
+TEST_F(TensorCores, EqualTheDefinition) {
+  for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+    for (const auto& of_doubles : problems()) {
+      const qkv::Operands x = converted(of_doubles, type);
+      const std::string what = c10::str(type, ' ', x.query.sizes(), ' ', x.value.sizes());
+      device::take_launches();
+      const Forward found(x);
+      EXPECT_EQ(device::take_launches()[0], "attention_forward_sm80");
+      const auto [out, lse] = qkv::reference::attention(converted(x, torch::kDouble));
+      // As FlashAttention's: at most twice the error of PyTorch's operations in this type.
+      const auto [usual, usual_lse] = qkv::reference::attention(x);
+      EXPECT_LE(error(found.out, out), 2.0 * error(usual, out)) << what;
+      EXPECT_TRUE(torch::allclose(found.lse.to(torch::kDouble), lse, 1e-6, 1e-5)) << what;
+      // Without the rounding of the output, what weights lost to theirs is left.
+      const Tensor whole = found.out.to(torch::kDouble) + found.out_rest.to(torch::kDouble);
+      EXPECT_LT(error(whole, out), 0.8 * error(found.out, out)) << what;
+    }
+  }
+}
+
+/// out and lse, and the gradients of all operands along what a sample is differentiated along.
+template <class Attention>
+std::vector<Tensor> results(const qkv::Operands& x, const Attention& attention) {
+  auto tensors = x.tensors();
+  std::vector<Tensor> leaves;
+  for (auto& t : tensors) {
+    if (is_number(t)) leaves.push_back(*(t = t->detach().clone().requires_grad_()));
+  }
+  const auto [out, lse] = attention(x.with(tensors));
+  const Incoming incoming(x);
+  auto all = torch::autograd::grad(
+      {out, lse}, leaves, {incoming.out.to(out.scalar_type()), incoming.lse.to(lse.scalar_type())});
+  all.push_back(out.detach());
+  return all;
+}
+
+TEST_F(TensorCores, DerivativesFollow) {
+  for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+    for (const auto& of_doubles : {plain_tiles()[1], large(1)}) {
+      const qkv::Operands x = converted(of_doubles, type);
+      const auto reference = [](const qkv::Operands& y) { return qkv::reference::attention(y); };
+      const auto wanted = results(converted(x, torch::kDouble), reference);
+      const auto usual = results(x, reference);
+      const auto found = results(x, [](const qkv::Operands& y) {
+        const auto all = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(y);
+        return std::make_tuple(std::get<0>(all), std::get<1>(all));
+      });
+      for (size_t i = 0; i < found.size(); ++i) {
+        EXPECT_LE(error(found[i], wanted[i]), 2.0 * error(usual[i], wanted[i]))
+            << type << ", result " << i << " of " << found.size();
+      }
+    }
+  }
+}
+
+TEST_F(TensorCores, BitsDoNotDependOnWhatRunsFirstOrOnRowsOfATile) {
+  for (const auto& of_doubles : problems()) {
+    const qkv::Operands x = converted(of_doubles, torch::kBFloat16);
+    const Forward usual(x);
+    const std::string what = c10::str(x.query.sizes(), ' ', x.value.sizes());
+    device::set_copies(device::Copies::kWhenWaitedFor);
+    EXPECT_TRUE(Forward(x).equals(usual)) << "copies at the last moment, " << what;
+    device::set_order(device::Order::kBackward);
+    EXPECT_TRUE(Forward(x).equals(usual)) << "another order of threads and blocks, " << what;
+    device::set_copies(device::Copies::kAtOnce);
+    device::set_multiprocessors(1000);
+    EXPECT_TRUE(Forward(x).equals(usual)) << "one row tile for each warp, " << what;
+    device::set_largest_grid(1);
+    EXPECT_TRUE(Forward(x).equals(usual)) << "a grid of one block, " << what;
+    device::set_largest_grid(INT64_MAX);
+    device::set_multiprocessors(1);
+    device::set_order(device::Order::kForward);
+  }
+}
+
+TEST_F(TensorCores, PiecesAndNumbersAreReadAlike) {
+  const auto with_odd_rows = [](const Tensor& x) {
+    auto sizes = x.sizes().vec();
+    ++sizes.back();
+    return torch::zeros(sizes, x.options()).slice(-1, 1).copy_(x);
+  };
+  for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+    const qkv::Operands x = converted(plain(70, 150, 40, 72), type);
+    qkv::Operands odd = x;
+    for (Tensor* operand : {&odd.query, &odd.key, &odd.value}) *operand = with_odd_rows(*operand);
+    EXPECT_TRUE(Forward(odd).equals(Forward(x))) << type;
+  }
+}
+
+TEST_F(TensorCores, WhatIsMaskedOutCannotMatter) {
+  for (const int64_t width : {40, 100}) {
+    qkv::Operands x = large(1, 70, 200, width, width);
+    x.key_mask = torch::ones({1, 200}, torch::kBool);
+    x.key_mask->slice(1, 60, 80).fill_(false);
+    x.attn_mask->slice(2, 30, 34).fill_(-INFINITY);  // rows that keep nothing
+    for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+      const Forward clean(converted(x, type));
+      EXPECT_EQ(clean.out.slice(2, 30, 34).count_nonzero().item<int64_t>(), 0);
+      for (const double poison : {(double)NAN, (double)INFINITY, -(double)INFINITY}) {
+        qkv::Operands y = x;
+        y.key = x.key.clone();
+        y.key.slice(2, 60, 80).fill_(poison);
+        y.value = x.value.clone();
+        y.value.slice(2, 60, 80).fill_(poison);
+        y.query = x.query.clone();
+        y.query.slice(2, 30, 34).fill_(poison);
+        EXPECT_TRUE(Forward(converted(y, type)).equals(clean)) << poison;
+      }
+    }
+  }
+}
+
+/// Causal: the rows from the key's position on, in the value's own column.
+TEST_F(TensorCores, AKeptNanIsSeenInItsColumnOnly) {
+  for (const double poison : {(double)NAN, (double)INFINITY}) {
+    qkv::Operands x = plain(150, 150, 64, 64);
+    x.band = {-1, 0, 0};
+    const Forward clean(converted(x, torch::kBFloat16));
+    x.value.select(2, 70).select(-1, 5).fill_(poison);
+    const Forward found(converted(x, torch::kBFloat16));
+    const Tensor finite = found.out.isfinite();
+    EXPECT_FALSE(finite.slice(2, 70).select(-1, 5).any().item<bool>());
+    Tensor rest = finite.clone();
+    rest.slice(2, 70).select(-1, 5).fill_(true);
+    EXPECT_TRUE(rest.all().item<bool>());
+    EXPECT_TRUE(found.out.masked_select(finite).equal(clean.out.masked_select(finite)));
+  }
+}
+
+TEST_F(TensorCores, ScoresAndMasksOfAnySizeAreFinite) {
+  qkv::Operands x = plain(40, 200, 16, 16);
+  x.query.mul_(1e4);
+  x.key.mul_(1e4);
+  EXPECT_TRUE(Forward(converted(x, torch::kBFloat16)).out.isfinite().all().item<bool>());
+
+  x = converted(plain(40, 200, 16, 16), torch::kBFloat16);
+  x.attn_mask = torch::full({1, 1, 1, 1}, std::numeric_limits<float>::lowest()).expand({1, 4, 40, 200});
+  const Tensor mean = x.value.to(torch::kDouble).mean(2, true).repeat_interleave(2, 1);
+  EXPECT_TRUE(torch::allclose(Forward(x).out.to(torch::kDouble), mean.expand({1, 4, 40, 16}), 0.0, 1e-2));
+}
+
+/// Else the kernels for any device do.
+TEST_F(TensorCores, TakeWhatTheyCan) {
+  const auto first_kernel = [](const qkv::Operands& x, torch::ScalarType type) {
+    device::take_launches();
+    Forward{converted(x, type)};
+    return device::take_launches()[0];
+  };
+  EXPECT_EQ(first_kernel(plain(17, 128, 8, 8), torch::kHalf), "attention_forward_sm80");
+  EXPECT_EQ(first_kernel(plain(17, 127, 8, 8), torch::kHalf), "attention_forward");
+  EXPECT_EQ(first_kernel(plain(8, 128, 8, 8), torch::kHalf), "few_rows");
+  EXPECT_EQ(first_kernel(plain(17, 128, 257, 8), torch::kHalf), "attention_forward");
+  EXPECT_EQ(first_kernel(plain(17, 128, 8, 8), torch::kFloat), "attention_forward");
+  device::set_tensor_cores(false);
+  EXPECT_EQ(first_kernel(plain(17, 128, 8, 8), torch::kHalf), "attention_forward");
+}
+
+}  // namespace
