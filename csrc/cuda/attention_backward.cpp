@@ -8,11 +8,42 @@
 #include "cuda/operands.h"
 #include "internal_op.h"
 #include "kernels/cuda/simt/tasks.h"
+#include "kernels/cuda/sm80/tasks.h"
 #include "layout.h"
 
 namespace qkv::cuda {
 
 namespace {
+
+template <class T>
+int run_for_any_device(kernels::simt::BackwardTask<T>& task, const ForwardResults& forward,
+                       const Stream& stream) {
+  const LseOfTiles<T> of_tiles(kBackwardOp, task.backward.problem, forward, stream);
+  of_tiles.tell(task.backward);
+  return kernels::simt::attention_backward(task, stream.get());
+}
+
+int run_kernels(kernels::simt::BackwardTask<double>& task, const ForwardResults& forward,
+                const Stream& stream) {
+  return run_for_any_device(task, forward, stream);
+}
+
+/// On tensor cores the gradients of query, key and value, the others always for any device.
+int run_kernels(kernels::simt::BackwardTask<float>& task, const ForwardResults& forward,
+                const Stream& stream) {
+  if (!kernels::sm80::takes_backward(task.backward.problem)) {
+    return run_for_any_device(task, forward, stream);
+  }
+  task.backward.lse = static_cast<const float*>(forward.lse.const_data_ptr());
+  task.backward.lse_rest = static_cast<const float*>(forward.lse_rest.const_data_ptr());
+  int error = kernels::simt::row_deltas(task, stream.get());
+  if (error == 0) error = kernels::sm80::attention_backward(task, stream.get());
+  if (error != 0) return error;
+  if (task.grad_mask.data == nullptr) return kernels::simt::option_gradients(task, stream.get());
+  const LseOfTiles<float> of_tiles(kBackwardOp, task.backward.problem, forward, stream);
+  of_tiles.tell(task.backward);
+  return kernels::simt::option_gradients(task, stream.get());
+}
 
 template <class T>
 void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
@@ -33,9 +64,7 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   const SumsOfRows<T> sums(forward.lse, needs, task);
 
   const Stream stream(x.query);
-  const LseOfTiles<T> of_tiles(kBackwardOp, params.problem, forward, stream);
-  of_tiles.tell(params);
-  check(kBackwardOp, kernels::simt::attention_backward(task, stream.get()));
+  check(kBackwardOp, run_kernels(task, forward, stream));
   sums.put(grads);
 }
 

@@ -43,7 +43,6 @@ enum class Waiting { kNo, kBarrier, kShuffle, kDone };
 struct Copy {
   void* to;
   const void* from;
-  bool exist;
 };
 
 struct Fiber {
@@ -296,24 +295,18 @@ void barrier() { barrier_or(false); }
 
 char* shared_memory() { return device.shared.data(); }
 
-void copy_async(void* to, const void* from, bool exist) {
+void copy_async(void* to, const void* from) {
   detail::check_alignment(to, 16);
-  if (exist) detail::check_alignment(from, 16);
-  Fiber& fiber = *device.fibers[device.current];
-  fiber.copies.push_back({to, from, exist});
+  detail::check_alignment(from, 16);
+  device.fibers[device.current]->copies.push_back({to, from});
   if (copies == Copies::kAtOnce) wait_for_copies();
 }
 
 void wait_for_copies() {
   Fiber& fiber = *device.fibers[device.current];
-  for (const auto& [to, from, exist] : std::exchange(fiber.copies, {})) {
-    const bool reads = exist && detail::check_global(from, 16, false);
-    if (!detail::check_shared<true>(to, 16)) continue;
-    if (reads) {
-      memcpy(to, from, 16);
-    } else {
-      memset(to, 0, 16);
-    }
+  for (const auto& [to, from] : std::exchange(fiber.copies, {})) {
+    const bool reads = detail::check_global(from, 16, false);
+    if (detail::check_shared<true>(to, 16) && reads) memcpy(to, from, 16);
   }
 }
 

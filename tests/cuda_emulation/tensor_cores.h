@@ -19,7 +19,7 @@ bool has_tensor_cores();
 void set_multiprocessors(int count);
 int multiprocessors();
 
-void copy_async(void* to, const void* from, bool exist);
+void copy_async(void* to, const void* from);
 void wait_for_copies();
 
 namespace detail {
@@ -53,8 +53,7 @@ float number_of(uint32_t word, int i) {
 }  // namespace detail
 
 template <class Element>
-void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float (&c)[4],
-                  const Element*) {
+void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float (&c)[4], const Element*) {
   struct Fragments {
     float a[4][2], b[2][2];
   } own;
@@ -77,8 +76,7 @@ void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float (&c)[4
 
 template <class Element>
 uint32_t rounded_pair(float first, float second, const Element*) {
-  return Element::rounded(first).bits |
-         static_cast<uint32_t>(Element::rounded(second).bits) << 16;
+  return Element::rounded(first).bits | static_cast<uint32_t>(Element::rounded(second).bits) << 16;
 }
 
 template <bool kTransposed, class Element>
@@ -90,8 +88,8 @@ void load_matrices(const Element* row, uint32_t (&x)[4]) {
     uint16_t numbers[2] = {};
     for (int i = 0; i < 2; ++i) {
       const int along = lane % 4 * 2 + i;
-      const Element* from = kTransposed ? rows[matrix * 8 + along] + lane / 4
-                                        : rows[matrix * 8 + lane / 4] + along;
+      const Element* from =
+          kTransposed ? rows[matrix * 8 + along] + lane / 4 : rows[matrix * 8 + lane / 4] + along;
       if (detail::check_shared<false>(from, sizeof(Element))) memcpy(&numbers[i], from, 2);
     }
     x[matrix] = numbers[0] | static_cast<uint32_t>(numbers[1]) << 16;

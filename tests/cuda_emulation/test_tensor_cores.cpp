@@ -1,5 +1,5 @@
-// The kernels for tensor cores on the emulated device: against the definition in float64, bit by bit
-// against themselves whatever runs first, and what they must not read.
+// The kernels for tensor cores on the emulated device: against the definition in float64, bit by
+// bit against themselves whatever runs first, and what they must not read.
 
 #include <gtest/gtest.h>
 #include <qkv/qkv.h>
@@ -13,8 +13,12 @@ namespace {
 using namespace emulation;
 
 class TensorCores : public ::testing::Test {
-  void SetUp() override { device::set_tensor_cores(true); }
+  void SetUp() override {
+    device::set_tensor_cores(true);
+    device::set_bytes_of_multiprocessor(228 << 10);  // as sm_90 has them
+  }
   void TearDown() override {
+    device::set_bytes_of_multiprocessor(device::kBytesOfMultiprocessor);
     device::set_tensor_cores(false);
     expect_no_faults();
   }
@@ -28,10 +32,6 @@ struct Forward {
     std::tie(out, lse, out_rest, std::ignore) =
         qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
   }
-
-  bool equals(const Forward& other) const {
-    return out.equal(other.out) && lse.equal(other.lse) && out_rest.equal(other.out_rest);
-  }
 };
 
 /// Without options, unless they are set afterwards.
@@ -43,16 +43,19 @@ qkv::Operands plain(int64_t rows, int64_t keys, int64_t width, int64_t value_wid
   return x;
 }
 
-/// One and two row tiles of a warp, and more rows than a tile has; whole and partial tiles; head
-/// dims that are a product's steps, or pieces, or neither; splits; several blocks of columns.
+/// A causal mask, all options, splits, and several blocks of columns: one and two row tiles of a
+/// warp, and more rows than a tile has; head dims that are a product's steps, or pieces, or
+/// neither.
 std::vector<qkv::Operands> problems() {
-  std::vector<qkv::Operands> all = plain_tiles();
+  return {plain_tiles()[1], large(1), large(1, 20, 1100, 8, 200), plain(17, 128, 200, 256)};
+}
+
+std::vector<qkv::Operands> more_problems() {
+  std::vector<qkv::Operands> all = problems();
+  all.push_back(plain_tiles()[0]);
   all.push_back(plain(150, 139, 70, 133));
-  all.push_back(large(1));
   all.push_back(large(2, 65, 192, 64, 64));
   all.push_back(plain(20, 1100, 40, 24));
-  all.push_back(large(1, 20, 1100, 8, 200));
-  all.push_back(plain(17, 128, 200, 256));
   all.push_back(plain(90, 256, 96, 64));
   all.back().band = {40, 0, 100};
   return all;
@@ -65,7 +68,7 @@ double error(const Tensor& x, const Tensor& wanted) {
 
 TEST_F(TensorCores, EqualTheDefinition) {
   for (const auto type : {torch::kBFloat16, torch::kHalf}) {
-    for (const auto& of_doubles : problems()) {
+    for (const auto& of_doubles : more_problems()) {
       const qkv::Operands x = converted(of_doubles, type);
       const std::string what = c10::str(type, ' ', x.query.sizes(), ' ', x.value.sizes());
       device::take_launches();
@@ -85,55 +88,78 @@ TEST_F(TensorCores, EqualTheDefinition) {
 
 /// out and lse, and the gradients of all operands along what a sample is differentiated along.
 template <class Attention>
-std::vector<Tensor> results(const qkv::Operands& x, const Attention& attention) {
+std::vector<Tensor> results(const qkv::Operands& x, const Incoming& incoming,
+                            const Attention& attention) {
   auto tensors = x.tensors();
   std::vector<Tensor> leaves;
   for (auto& t : tensors) {
-    if (is_number(t)) leaves.push_back(*(t = t->detach().clone().requires_grad_()));
+    if (is_number(t)) leaves.push_back(*(t = t->detach().requires_grad_()));
   }
   const auto [out, lse] = attention(x.with(tensors));
-  const Incoming incoming(x);
   auto all = torch::autograd::grad(
       {out, lse}, leaves, {incoming.out.to(out.scalar_type()), incoming.lse.to(lse.scalar_type())});
   all.push_back(out.detach());
   return all;
 }
 
-TEST_F(TensorCores, DerivativesFollow) {
+std::tuple<Tensor, Tensor> forward(const qkv::Operands& x) {
+  const auto all = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+  return {std::get<0>(all), std::get<1>(all)};
+}
+
+std::vector<Tensor> results(const qkv::Operands& x) { return results(x, Incoming(x), forward); }
+
+/// Of bfloat16 on tensor cores, little more is lost than by one rounding of what is exact; of
+/// float16 beside a forward on tensor cores as well.
+TEST_F(TensorCores, GradientsAreRoundedOnce) {
   for (const auto type : {torch::kBFloat16, torch::kHalf}) {
-    for (const auto& of_doubles : {plain_tiles()[1], large(1)}) {
+    for (const auto& of_doubles : more_problems()) {
       const qkv::Operands x = converted(of_doubles, type);
+      device::take_launches();
+      const auto found = results(x);
+      const auto launches = device::take_launches();
+      const bool on_tensor_cores =
+          std::count(launches.begin(), launches.end(), "grad_query_sm80") == 1 &&
+          std::count(launches.begin(), launches.end(), "grad_key_sm80") == 1;
+      EXPECT_EQ(on_tensor_cores, type == torch::kBFloat16);
       const auto reference = [](const qkv::Operands& y) { return qkv::reference::attention(y); };
-      const auto wanted = results(converted(x, torch::kDouble), reference);
-      const auto usual = results(x, reference);
-      const auto found = results(x, [](const qkv::Operands& y) {
-        const auto all = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(y);
-        return std::make_tuple(std::get<0>(all), std::get<1>(all));
-      });
-      for (size_t i = 0; i < found.size(); ++i) {
-        EXPECT_LE(error(found[i], wanted[i]), 2.0 * error(usual[i], wanted[i]))
-            << type << ", result " << i << " of " << found.size();
+      const auto wanted = results(converted(x, torch::kDouble), Incoming(x), reference);
+      const auto usual = results(x, Incoming(x), reference);
+      for (size_t i = 0; i < found.size() - 1; ++i) {
+        // Those of slopes and sinks see what weights of the output lost, in sums that cancel.
+        const double allowed =
+            i < 4 ? 1.25 * error(wanted[i].to(type), wanted[i]) : 3.0 * error(usual[i], wanted[i]);
+        EXPECT_LE(error(found[i], wanted[i]), allowed + 1e-6)
+            << type << ' ' << x.query.sizes() << ' ' << x.value.sizes() << ", gradient " << i;
       }
     }
   }
 }
 
-TEST_F(TensorCores, BitsDoNotDependOnWhatRunsFirstOrOnRowsOfATile) {
+bool equal(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const Tensor& x, const Tensor& y) { return x.equal(y); });
+}
+
+TEST_F(TensorCores, BitsDoNotDependOnWhatRunsFirstOrOnTheSizeOfTheDevice) {
   for (const auto& of_doubles : problems()) {
     const qkv::Operands x = converted(of_doubles, torch::kBFloat16);
-    const Forward usual(x);
+    const auto usual = results(x);
     const std::string what = c10::str(x.query.sizes(), ' ', x.value.sizes());
     device::set_copies(device::Copies::kWhenWaitedFor);
-    EXPECT_TRUE(Forward(x).equals(usual)) << "copies at the last moment, " << what;
+    EXPECT_TRUE(equal(results(x), usual)) << "copies at the last moment, " << what;
     device::set_order(device::Order::kBackward);
-    EXPECT_TRUE(Forward(x).equals(usual)) << "another order of threads and blocks, " << what;
-    device::set_copies(device::Copies::kAtOnce);
+    EXPECT_TRUE(equal(results(x), usual)) << "another order of threads and blocks, " << what;
+    // One row tile for each warp of the forward, and one stage in the backward.
     device::set_multiprocessors(1000);
-    EXPECT_TRUE(Forward(x).equals(usual)) << "one row tile for each warp, " << what;
+    device::set_bytes_of_multiprocessor(150 << 10);
+    EXPECT_TRUE(equal(results(x), usual)) << "other tiles, " << what;
+    device::set_copies(device::Copies::kAtOnce);
     device::set_largest_grid(1);
-    EXPECT_TRUE(Forward(x).equals(usual)) << "a grid of one block, " << what;
+    EXPECT_TRUE(equal(results(x), usual)) << "a grid of one block, " << what;
     device::set_largest_grid(INT64_MAX);
     device::set_multiprocessors(1);
+    device::set_bytes_of_multiprocessor(228 << 10);
     device::set_order(device::Order::kForward);
   }
 }
@@ -148,7 +174,7 @@ TEST_F(TensorCores, PiecesAndNumbersAreReadAlike) {
     const qkv::Operands x = converted(plain(70, 150, 40, 72), type);
     qkv::Operands odd = x;
     for (Tensor* operand : {&odd.query, &odd.key, &odd.value}) *operand = with_odd_rows(*operand);
-    EXPECT_TRUE(Forward(odd).equals(Forward(x))) << type;
+    EXPECT_TRUE(equal(results(odd), results(x))) << type;
   }
 }
 
@@ -159,8 +185,8 @@ TEST_F(TensorCores, WhatIsMaskedOutCannotMatter) {
     x.key_mask->slice(1, 60, 80).fill_(false);
     x.attn_mask->slice(2, 30, 34).fill_(-INFINITY);  // rows that keep nothing
     for (const auto type : {torch::kBFloat16, torch::kHalf}) {
-      const Forward clean(converted(x, type));
-      EXPECT_EQ(clean.out.slice(2, 30, 34).count_nonzero().item<int64_t>(), 0);
+      const auto clean = results(converted(x, type));
+      EXPECT_EQ(clean.back().slice(2, 30, 34).count_nonzero().item<int64_t>(), 0);
       for (const double poison : {(double)NAN, (double)INFINITY, -(double)INFINITY}) {
         qkv::Operands y = x;
         y.key = x.key.clone();
@@ -169,7 +195,7 @@ TEST_F(TensorCores, WhatIsMaskedOutCannotMatter) {
         y.value.slice(2, 60, 80).fill_(poison);
         y.query = x.query.clone();
         y.query.slice(2, 30, 34).fill_(poison);
-        EXPECT_TRUE(Forward(converted(y, type)).equals(clean)) << poison;
+        EXPECT_TRUE(equal(results(converted(y, type)), clean)) << type << ' ' << poison;
       }
     }
   }
@@ -192,6 +218,27 @@ TEST_F(TensorCores, AKeptNanIsSeenInItsColumnOnly) {
   }
 }
 
+/// Gradients that come for rows reach the keys that these keep, and no other.
+TEST_F(TensorCores, AnIncomingNanReachesWhatItsRowKeeps) {
+  const qkv::Operands x = converted(plain(100, 150, 64, 64), torch::kBFloat16);
+  qkv::Operands causal = x;
+  causal.band = {-1, 0, 0};
+  auto incoming = Incoming(x);
+  const auto gradients = [&] { return results(causal, incoming, forward); };
+  const auto clean = gradients();
+  incoming.out.select(2, 70).select(-1, 5).fill_(NAN);
+  const auto found = gradients();
+  for (size_t i = 0; i < 3; ++i) {
+    const int64_t begin = i == 0 ? 70 : 0, end = 71;
+    Tensor reached = found[i].slice(2, begin, end), rest = found[i].clone();
+    if (i == 2) reached = reached.select(-1, 5);
+    EXPECT_TRUE(reached.isnan().all().item<bool>()) << i;
+    const Tensor same = found[i].isfinite();
+    EXPECT_TRUE(found[i].masked_select(same).equal(clean[i].masked_select(same))) << i;
+    EXPECT_EQ(same.logical_not().count_nonzero().item<int64_t>(), reached.numel()) << i;
+  }
+}
+
 TEST_F(TensorCores, ScoresAndMasksOfAnySizeAreFinite) {
   qkv::Operands x = plain(40, 200, 16, 16);
   x.query.mul_(1e4);
@@ -199,9 +246,11 @@ TEST_F(TensorCores, ScoresAndMasksOfAnySizeAreFinite) {
   EXPECT_TRUE(Forward(converted(x, torch::kBFloat16)).out.isfinite().all().item<bool>());
 
   x = converted(plain(40, 200, 16, 16), torch::kBFloat16);
-  x.attn_mask = torch::full({1, 1, 1, 1}, std::numeric_limits<float>::lowest()).expand({1, 4, 40, 200});
+  x.attn_mask =
+      torch::full({1, 1, 1, 1}, std::numeric_limits<float>::lowest()).expand({1, 4, 40, 200});
   const Tensor mean = x.value.to(torch::kDouble).mean(2, true).repeat_interleave(2, 1);
-  EXPECT_TRUE(torch::allclose(Forward(x).out.to(torch::kDouble), mean.expand({1, 4, 40, 16}), 0.0, 1e-2));
+  EXPECT_TRUE(
+      torch::allclose(Forward(x).out.to(torch::kDouble), mean.expand({1, 4, 40, 16}), 0.0, 1e-2));
 }
 
 /// Else the kernels for any device do.

@@ -13,7 +13,8 @@
 //     a[0]  row lane / 4, columns 2 · (lane % 4) and the one after it;   a[1] 8 rows below;
 //     a[2]  8 columns to the right;   a[3] 8 rows below and 8 columns to the right
 //     b[0]  column lane / 4, rows 2 · (lane % 4) and the one after it;   b[1] 8 rows below
-//     c[0], c[1]  row lane / 4, columns 2 · (lane % 4) and the one after it;   c[2], c[3] 8 rows below
+//     c[0], c[1]  row lane / 4, columns 2 · (lane % 4) and the one after it;   c[2], c[3] 8 rows
+//     below
 //
 // So sums of one product, rounded, are the left side of the next, without a word between lanes.
 
@@ -74,13 +75,10 @@ QKV_DEVICE void load_matrices(const Element* row, uint32_t (&x)[4]) {
   }
 }
 
-/// Begins to copy 16 bytes to shared memory, or zeros if there are none; both aligned to as many.
-QKV_DEVICE void copy_async(void* to, const void* from, bool exist) {
+/// Begins to copy 16 bytes to shared memory; both aligned to as many.
+QKV_DEVICE void copy_async(void* to, const void* from) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  const int bytes = exist ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
-               "r"(bytes)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
 }
 
 /// Waits for all copies that this thread has begun. Others see them after a barrier.

@@ -230,6 +230,16 @@ QKV_DEVICE void write_key_gradient(const Problem<Real<Element>>& p,
   }
 }
 
+/// Whether the kernel that owns rows, or the one that owns keys, has anything to do.
+template <class T>
+bool needs_grad_query(const BackwardParams<T>& params) {
+  return params.grad_query.data != nullptr || params.slope_gradient_of_rows != nullptr;
+}
+template <class T>
+bool needs_grad_key(const BackwardParams<T>& params) {
+  return params.grad_key.data != nullptr || params.grad_value.data != nullptr;
+}
+
 /// Columns that the kernel for keys has to cover.
 template <class T>
 QKV_INLINE int64_t widest_gradient(const Problem<T>& p) {

@@ -163,13 +163,20 @@ int launch_head_gradient(const BackwardTask<Real<Element>>& task, void* stream) 
                         kThreads * sizeof(double), stream, task, units);
 }
 
-template <class T>
-bool needs_grad_query(const BackwardParams<T>& params) {
-  return params.grad_query.data != nullptr || params.slope_gradient_of_rows != nullptr;
-}
-template <class T>
-bool needs_grad_key(const BackwardParams<T>& params) {
-  return params.grad_key.data != nullptr || params.grad_value.data != nullptr;
+template <class Element>
+int run_option_gradients(const BackwardTask<Real<Element>>& task, void* stream) {
+  using T = Real<Element>;
+  int error = 0;
+  if (task.grad_mask.data != nullptr) {
+    const int64_t units = MaskUnits::of(task.backward.problem, task.grad_mask).count();
+    error =
+        device::launch("mask_gradient", mask_gradient_kernel<Element>, blocks_of(units), kThreads,
+                       shared_bytes<MaskGradientShared<T, BackwardRows<T>>>(), stream, task, units);
+  }
+  if (error == 0 && (task.grad_slopes != nullptr || task.grad_sinks != nullptr)) {
+    error = launch_head_gradient<Element>(task, stream);
+  }
+  return error;
 }
 
 template <class Element>
@@ -186,16 +193,7 @@ int run_backward(const BackwardTask<Real<Element>>& task, void* stream) {
     error = widest_gradient(p) <= 64 ? launch_grad_key<Element, kMostOwn<T>, 4>(task, stream)
                                      : launch_grad_key<Element, kLeastOwn, 8>(task, stream);
   }
-  if (error == 0 && task.grad_mask.data != nullptr) {
-    const int64_t units = MaskUnits::of(p, task.grad_mask).count();
-    error =
-        device::launch("mask_gradient", mask_gradient_kernel<Element>, blocks_of(units), kThreads,
-                       shared_bytes<MaskGradientShared<T, BackwardRows<T>>>(), stream, task, units);
-  }
-  if (error == 0 && (task.grad_slopes != nullptr || task.grad_sinks != nullptr)) {
-    error = launch_head_gradient<Element>(task, stream);
-  }
-  return error;
+  return error != 0 ? error : run_option_gradients<Element>(task, stream);
 }
 
 /// 1/16 of the columns that a block of second order and forward mode computes at most: registers

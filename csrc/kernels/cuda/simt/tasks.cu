@@ -9,6 +9,8 @@ namespace qkv::kernels::simt {
 #define QKV_COMPILED_ELSEWHERE(Element)                                                          \
   extern template int run_forward<Element>(const ForwardTask<Real<Element>>&, void*);            \
   extern template int run_backward<Element>(const BackwardTask<Real<Element>>&, void*);          \
+  extern template int launch_delta<Element>(const BackwardTask<Real<Element>>&, void*);          \
+  extern template int run_option_gradients<Element>(const BackwardTask<Real<Element>>&, void*);  \
   extern template int run_jvp<Element>(const JvpTask<Real<Element>>&, void*);                    \
   extern template int run_backward_backward<Element>(const BackwardBackwardTask<Real<Element>>&, \
                                                      void*);
@@ -72,6 +74,17 @@ int attention_backward(const BackwardTask<T>& task, void* stream) {
 }
 template int attention_backward(const BackwardTask<float>&, void*);
 template int attention_backward(const BackwardTask<double>&, void*);
+
+int row_deltas(const BackwardTask<float>& task, void* stream) {
+  return run_stored(task.backward.problem,
+                    [&](auto element) { return launch_delta<decltype(element)>(task, stream); });
+}
+
+int option_gradients(const BackwardTask<float>& task, void* stream) {
+  return run_stored(task.backward.problem, [&](auto element) {
+    return run_option_gradients<decltype(element)>(task, stream);
+  });
+}
 
 template <class T>
 int attention_jvp(const JvpTask<T>& task, void* stream) {

@@ -67,6 +67,11 @@ int attention_forward(const ForwardTask<T>& task, void* stream);
 template <class T>
 int attention_backward(const BackwardTask<T>& task, void* stream);
 
+/// What of it comes before the gradients of query, key and value, delta, and what comes after them:
+/// the gradients of mask, slopes and sinks.
+int row_deltas(const BackwardTask<float>& task, void* stream);
+int option_gradients(const BackwardTask<float>& task, void* stream);
+
 template <class T>
 int attention_jvp(const JvpTask<T>& task, void* stream);
 

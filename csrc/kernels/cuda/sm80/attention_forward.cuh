@@ -3,7 +3,7 @@
 #include "kernels/cuda/simt/forward_result.cuh"
 #include "kernels/cuda/simt/score.cuh"
 #include "kernels/cuda/simt/unit.cuh"
-#include "kernels/cuda/sm80/tile.cuh"
+#include "kernels/cuda/sm80/product.cuh"
 #include "kernels/online_softmax.h"
 
 // Forward attention of 16-bit types with tensor cores (FlashAttention-2, arXiv:2307.08691,
@@ -49,34 +49,11 @@ struct WeightMath : ScalarMath<float> {
 };
 using Softmax = OnlineSoftmax<WeightMath>;
 
-/// Sums of products of a warp's rows: number i of 16 x 8 of them.
-template <int kRowTiles, int kColumns>
-using Sums = float[kRowTiles][kColumns / 8][4];
-
-/// s += Q Kᵀ. left(t, step, a): the left side, columns 16 · step of the warp's row tile t.
-template <class Element, int kRowTiles, class Left>
-QKV_DEVICE void multiply_scores(const Element* keys, int step, int k, const Left& left,
-                                Sums<kRowTiles, kKeys>& s) {
-  uint32_t a[kRowTiles][4];
-#pragma unroll
-  for (int t = 0; t < kRowTiles; ++t) left(t, k, a[t]);
-#pragma unroll
-  for (int n = 0; n < kKeyTiles; n += 2) {
-    uint32_t b[4];
-    load_right_of_rows(keys + n * 8 * step + k * kStepOfProduct, step, b);
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) {
-      device::multiply_add(a[t], b[0], b[1], s[t][n], keys);
-      device::multiply_add(a[t], b[2], b[3], s[t][n + 1], keys);
-    }
-  }
-}
-
 /// s: scale · <q, k>, -inf where the pair is not kept, if that is for the band and the ends of rows
 /// and keys alone. kept[t]: bit 4 · n + i.
 template <int kRowTiles>
 QKV_DEVICE void cut_pairs(const RowTile& tile, int first_row, int64_t first_key, int keys,
-                          Sums<kRowTiles, kKeys>& s, uint32_t (&kept)[kRowTiles]) {
+                          Pairs<kRowTiles>& s, uint32_t (&kept)[kRowTiles]) {
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
     kept[t] = 0;
@@ -86,7 +63,7 @@ QKV_DEVICE void cut_pairs(const RowTile& tile, int first_row, int64_t first_key,
       const int begin = within(kKeys, device::load_shared(tile.begin + r) - first_key);
       const int end = within(keys, device::load_shared(tile.end + r) - first_key);
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
+      for (int n = 0; n < kTilesOfOthers; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
           const int k = n * 8 + column_of_number(i);
@@ -99,30 +76,31 @@ QKV_DEVICE void cut_pairs(const RowTile& tile, int first_row, int64_t first_key,
   }
 }
 
-/// s: scale · <q, k> -> scores, -inf where the pair is not kept; stays: weights that dropout leaves.
+/// s: scale · <q, k> -> scores, -inf where the pair is not kept; stays: weights that dropout
+/// leaves.
 template <int kRowTiles>
 QKV_DEVICE void modify_pairs(const Scores<float>& scores, const RowTile& tile, int first_row,
-                             int64_t first_key, int keys, Sums<kRowTiles, kKeys>& s,
+                             int64_t first_key, int keys, Pairs<kRowTiles>& s,
                              uint32_t (&kept)[kRowTiles], uint32_t (&stays)[kRowTiles]) {
   if (!scores.changes() && !scores.drops()) {
     cut_pairs<kRowTiles>(tile, first_row, first_key, keys, s, kept);
     return;
   }
-  constexpr int kPairs = 4 * kKeyTiles;
+  constexpr int kPairs = 4 * kTilesOfOthers;
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
     float pairs[kPairs];
     uint32_t keep_bits = 0, stay_bits = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) pairs[i] = s[t][i / 4][i % 4];
-    // Nothing is unrolled: it would be most of the kernel's code.
+      // Nothing is unrolled: it would be most of the kernel's code.
 #pragma unroll 1
     for (int i = 0; i < kPairs; ++i) {
       const int r = first_row + t * kRowsOfProduct + row_of_number(i % 4);
       const int k = i / 4 * 8 + column_of_number(i % 4);
       float cap;
-      const bool keep = tile.exists(r) && k < keys &&
-                        scores.modify(tile, r, first_key + k, pairs[i], cap);
+      const bool keep =
+          tile.exists(r) && k < keys && scores.modify(tile, r, first_key + k, pairs[i], cap);
       if (!keep) pairs[i] = -infinity<float>();
       keep_bits |= static_cast<uint32_t>(keep) << i;
       if (scores.drops() && keep) {
@@ -140,9 +118,8 @@ QKV_DEVICE void modify_pairs(const Scores<float>& scores, const RowTile& tile, i
 /// s: scores -> weights, 0 where dropout takes them, of which the softmax's sums know nothing. out
 /// follows its maxima.
 template <int kRowTiles, int kWidth>
-QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles],
-                             Sums<kRowTiles, kKeys>& s, Softmax (&softmax)[kRowTiles][2],
-                             Sums<kRowTiles, kWidth>& out) {
+QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pairs<kRowTiles>& s,
+                             Softmax (&softmax)[kRowTiles][2], Sums<kRowTiles, kWidth>& out) {
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
     float max[2], correction[2];
@@ -150,7 +127,7 @@ QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles],
     for (int half = 0; half < 2; ++half) {
       max[half] = -infinity<float>();
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
+      for (int n = 0; n < kTilesOfOthers; ++n) {
         max[half] = maximum(max[half], maximum(s[t][n][2 * half], s[t][n][2 * half + 1]));
       }
     }
@@ -175,7 +152,7 @@ QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles],
     for (int half = 0; half < 2; ++half) {
       const float shift = softmax[t][half].shift();
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
+      for (int n = 0; n < kTilesOfOthers; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
           s[t][n][i] = softmax[t][half].weight(s[t][n][i], shift);
@@ -184,122 +161,11 @@ QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles],
     }
     if (!drops) continue;
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
+    for (int n = 0; n < kTilesOfOthers; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[t][n][i] = stays[t] >> (4 * n + i) & 1 ? s[t][n][i] : 0.0f;
     }
   }
-}
-
-/// The left sides of P V: weights rounded, 16 keys at a time.
-template <int kRowTiles>
-using Weights = uint32_t[kRowTiles][kKeys / kStepOfProduct][4];
-
-template <class Element, int kRowTiles>
-QKV_DEVICE void round_weights(const Sums<kRowTiles, kKeys>& s, Weights<kRowTiles>& weights) {
-#pragma unroll
-  for (int t = 0; t < kRowTiles; ++t) {
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
-      const float(&x)[4] = s[t][n];
-      const Element* type = nullptr;
-      weights[t][n / 2][n % 2 * 2] = device::rounded_pair(x[0], x[1], type);
-      weights[t][n / 2][n % 2 * 2 + 1] = device::rounded_pair(x[2], x[3], type);
-    }
-  }
-}
-
-/// out += P V
-template <class Element, int kRowTiles, int kWidth>
-QKV_DEVICE void multiply_values(const Weights<kRowTiles>& weights, const Element* values,
-                                Sums<kRowTiles, kWidth>& out) {
-  constexpr int kStep = row_step(kWidth);
-#pragma unroll
-  for (int k = 0; k < kKeys / kStepOfProduct; ++k) {
-#pragma unroll
-    for (int c = 0; c < kWidth / 8; c += 2) {
-      uint32_t b[4];
-      load_right_of_columns(values + k * kStepOfProduct * kStep + c * 8, kStep, b);
-#pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) {
-        device::multiply_add(weights[t][k], b[0], b[1], out[t][c], values);
-        device::multiply_add(weights[t][k], b[2], b[3], out[t][c + 1], values);
-      }
-    }
-  }
-}
-
-/// Whether a number of the word is infinite or NaN.
-template <class Element>
-QKV_DEVICE bool is_finite(uint32_t word) {
-  constexpr uint32_t kFirst = Element::kExponent, kSecond = kFirst << 16;
-  return (word & kFirst) != kFirst && (word & kSecond) != kSecond;
-}
-
-/// f(words, at) for each 16 bytes of the values that this thread looks after.
-template <class Element, int kWidth, class F>
-QKV_DEVICE void for_own_values(Element* values, const F& f) {
-  constexpr int kPiece = 8, kPieces = kWidth / kPiece;
-  for (int i = device::thread(); i < kKeys * kPieces; i += kThreadsOfBlock) {
-    auto* at = reinterpret_cast<uint32_t*>(values + i / kPieces * row_step(kWidth) +
-                                           i % kPieces * kPiece);
-    uint32_t words[kPiece / 2];
-    device::load_shared(at, words);
-    f(words, at);
-  }
-}
-
-/// Values that are infinite or NaN reach the rows that keep their keys, and no other: they are
-/// added one by one, and are 0 in shared memory afterwards, for the product. So out has the same
-/// bits in all other columns and rows.
-template <class Element, int kRowTiles, int kWidth>
-QKV_DEVICE void take_out_non_finite(const Weights<kRowTiles>& weights,
-                                    const uint32_t (&kept)[kRowTiles], Element* values,
-                                    Sums<kRowTiles, kWidth>& out) {
-#pragma unroll
-  for (int t = 0; t < kRowTiles; ++t) {
-    // Not in registers, as nothing is unrolled.
-    uint32_t own[kKeyTiles * 2];
-    float added[kWidth / 8 * 4];
-#pragma unroll
-    for (int i = 0; i < kKeyTiles * 2; ++i) own[i] = weights[t][i / 4][i % 4];
-#pragma unroll 1
-    for (int i = 0; i < kWidth / 8 * 4; ++i) added[i] = 0.0f;
-#pragma unroll 1
-    for (int key = 0; key < kKeys; ++key) {
-      const int holder = lane() / 4 * 4 + key % 8 / 2;
-      const uint32_t kept_of_holder = device::shuffle(kept[t], holder);
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t word = device::shuffle(own[key / 8 * 2 + half], holder);
-        const float weight = Element{static_cast<uint16_t>(word >> key % 2 * 16)};
-        const bool keeps = kept_of_holder >> (key / 8 * 4 + half * 2 + key % 2) & 1;
-#pragma unroll 1
-        for (int c = 0; c < kWidth / 8; ++c) {
-          const uint32_t pair = device::load_shared(reinterpret_cast<const uint32_t*>(
-              values + key * row_step(kWidth) + c * 8 + column_of_number(0)));
-          for (int i = 0; i < 2; ++i) {
-            const Element x{static_cast<uint16_t>(pair >> i * 16)};
-            if (!keeps || (x.bits & Element::kExponent) != Element::kExponent) continue;
-            added[c * 4 + half * 2 + i] += weight * static_cast<float>(x);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kWidth / 8 * 4; ++i) out[t][i / 4][i % 4] += added[i];
-  }
-  device::barrier();
-  for_own_values<Element, kWidth>(values, [](uint32_t (&words)[4], uint32_t* at) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      constexpr uint32_t kFirst = Element::kExponent, kSecond = kFirst << 16;
-      if ((words[i] & kFirst) == kFirst) words[i] &= 0xffff0000;
-      if ((words[i] & kSecond) == kSecond) words[i] &= 0x0000ffff;
-    }
-    device::store_shared(at, words);
-  });
-  device::barrier();
 }
 
 template <class Element, int kRowTiles, int kWidth, bool kQueryStays>
@@ -360,31 +226,30 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
     device::barrier();  // K is there, and nobody reads the V before
     copy_rows<kKeys>(value.tile(n, keys), u.first_column, columns, kWidth, shared.values,
                      Shared::kValueStep);
-    Sums<kRowTiles, kKeys> s;
+    Pairs<kRowTiles> s;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) set_to_zero(s[t]);
     if constexpr (kQueryStays) {
+      const auto staying_query = [&](int t, int k, uint32_t(&a)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = staying[k][t][i];
+      };
 #pragma unroll
       for (int k = 0; k < kStayingSteps; ++k) {
-        if (k >= steps) break;
-        multiply_scores<Element, kRowTiles>(
-            shared.keys, shared.step, k,
-            [&](int t, int, uint32_t(&a)[4]) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) a[i] = staying[k][t][i];
-            },
-            s);
+        if (k < steps) {
+          multiply_step<Element, kRowTiles>(staying_query, shared.keys, shared.step, k, s);
+        }
       }
     } else {
 #pragma unroll 2
       for (int k = 0; k < steps; ++k) {
-        multiply_scores<Element, kRowTiles>(shared.keys, shared.step, k, load_query, s);
+        multiply_step<Element, kRowTiles>(load_query, shared.keys, shared.step, k, s);
       }
     }
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
-      for (int i = 0; i < 4 * kKeyTiles; ++i) s[t][i / 4][i % 4] *= p.scale;
+      for (int i = 0; i < 4 * kTilesOfOthers; ++i) s[t][i / 4][i % 4] *= p.scale;
     }
     uint32_t kept[kRowTiles], stays[kRowTiles];
 #pragma unroll
@@ -393,22 +258,18 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
       modify_pairs<kRowTiles>(scores, tile, first_row, n, keys, s, kept, stays);
     }
     weigh_scores<kRowTiles, kWidth>(scores.drops(), stays, s, softmax, out);
-    Weights<kRowTiles> weights;
-    round_weights<Element, kRowTiles>(s, weights);
+    RoundedPairs<1, kRowTiles> weights;
+    round_pairs<Element, 1, kRowTiles>(s, weights);
     device::wait_for_copies();
     device::barrier();  // V is there, and nobody reads this K
     if (n + kKeys < any.end) copy_keys(n + kKeys);
     if (partial) {
-      bool finite = true;
-      for_own_values<Element, kWidth>(shared.values, [&](const uint32_t(&words)[4], uint32_t*) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) finite = finite && is_finite<Element>(words[i]);
-      });
-      if (device::barrier_or(!finite)) {
-        take_out_non_finite<Element, kRowTiles, kWidth>(weights, kept, shared.values, out);
-      }
+      multiply_kept_pairs<Element, 1, kRowTiles, kWidth>(weights, kept, shared.values,
+                                                         Shared::kValueStep, out);
+    } else {
+      multiply_pairs<Element, 1, kRowTiles, kWidth>(weights, shared.values, Shared::kValueStep,
+                                                    out);
     }
-    multiply_values<Element, kRowTiles, kWidth>(weights, shared.values, out);
   };
   u.for_each_tile(p, any, scores.masks(), add_tile, [] {});
 
@@ -444,9 +305,8 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
       }
       const bool has_keys = sum != 0.0f;
       const float normaliser = result.finish(head, max, sum);
-      for_each_column([&](int64_t column, float x) {
-        result.write(head, i_query, column, normaliser * x);
-      });
+      for_each_column(
+          [&](int64_t column, float x) { result.write(head, i_query, column, normaliser * x); });
       if (writes_scalars) result.write_lse(head, i_query, max, sum, has_keys);
     }
   }

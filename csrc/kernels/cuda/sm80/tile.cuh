@@ -20,7 +20,7 @@ using namespace simt;
 
 constexpr int kThreadsOfBlock = 128;
 constexpr int kKeys = kOthers;
-constexpr int kKeyTiles = kKeys / 8;
+constexpr int kTilesOfOthers = kOthers / 8;
 constexpr int kRowsOfProduct = 16;
 constexpr int kStepOfProduct = 16;
 
@@ -47,14 +47,27 @@ QKV_DEVICE void copy_rows(const Side& side, int64_t first_column, int64_t column
       const int64_t column = first_column + c;
       if (in_pieces) {
         const auto first = side.place(row, column);
-        const bool exists = first.exists && column < columns;
-        device::copy_async(at, exists ? first.at : side.place(0, 0).at, exists);
-      } else {
-        const auto piece = fetch_piece<false, kPiece>(side, row, column, columns);
-        device::store_shared(reinterpret_cast<uint32_t*>(at), piece.words);
+        if (first.exists && column < columns) {
+          device::copy_async(at, first.at);
+          continue;
+        }
       }
+      const auto piece = fetch_piece<false, kPiece>(side, row, column, in_pieces ? 0 : columns);
+      device::store_shared(reinterpret_cast<uint32_t*>(at), piece.words);
     }
   }
+}
+
+/// Number i, 0 or 1, of a word.
+template <class Element>
+QKV_DEVICE float number_of_word(uint32_t word, int i) {
+  return Element{static_cast<uint16_t>(word >> i * 16)};
+}
+
+/// Whether it is neither infinite nor NaN.
+template <class Element>
+QKV_DEVICE bool half_is_finite(uint32_t word, int i) {
+  return (word >> i * 16 & Element::kExponent) != Element::kExponent;
 }
 
 /// The left side of a product from rows of a tile in shared memory.

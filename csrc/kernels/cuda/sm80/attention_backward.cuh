@@ -1,0 +1,415 @@
+#pragma once
+
+#include "kernels/cuda/simt/attention_backward.cuh"
+#include "kernels/cuda/sm80/product.cuh"
+
+// Backward attention of bfloat16 with tensor cores, as the kernels for any GPU have it: each number
+// of a gradient has one owner, P and dS are computed twice.
+//
+//     P = exp(S - lse)     dP = R ∘ (dO Vᵀ)     dS = P ∘ (dP - delta)     dU = softcap' ∘ dS
+//
+//     grad_query_kernel    owns 64 rows    dQ = scale · dU K          and row sums for the slopes
+//     grad_key_kernel      owns 64 keys    dV = (R ∘ P)ᵀ dO, dK = scale · dUᵀ Q
+//
+// A warp owns 16 of them, and pairs with 64 others at a time: all that is summed is in registers. P
+// and dU are multiplied in two parts, so that gradients are rounded once. The next tile of others
+// is on its way to shared memory while one is multiplied.
+
+namespace qkv::kernels::sm80 {
+
+constexpr int kOwnRows = kThreadsOfBlock / device::kWarp * kRowsOfProduct;
+
+/// Columns of a tile in shared memory of which products of the second kind read kWidth at a time.
+template <int kWidth>
+constexpr QKV_INLINE int64_t whole_chunks(int64_t columns) {
+  return (columns + kWidth - 1) / kWidth * kWidth;
+}
+
+/// What a block has in shared memory: its own Q and dO, or K and V, the others in one stage or two,
+/// and a table of the rows, or two if these are the others.
+template <class Element, int kWidth, bool kOwnsKeys>
+struct BackwardTiles {
+  static constexpr int kTables = kOwnsKeys ? 2 : 1;
+
+  SharedMemory memory;
+  int step, value_step;
+  Element* own = memory.take<Element>(kOwnRows * step);
+  Element* own_values = memory.take<Element>(kOwnRows * value_step);
+  Element* others;
+  Element* other_values;
+  BackwardRows<float> rows = BackwardRows<float>::template in<kTables * kOthers>(memory);
+
+  constexpr QKV_INLINE BackwardTiles(char* begin, int64_t head_dim, int64_t value_dim, int stages)
+      : memory(begin),
+        step(row_step(whole_chunks<kWidth>(head_dim))),
+        value_step(row_step(kOwnsKeys ? whole_chunks<kWidth>(value_dim) : value_dim)),
+        others(memory.take<Element>(stages * kOthers * step)),
+        other_values(memory.take<Element>(stages * kOthers * value_step)) {}
+
+  /// A tile of others, and of their values, in one of the stages.
+  QKV_DEVICE Element* others_in(int stage) const { return others + stage * kOthers * step; }
+  QKV_DEVICE Element* other_values_in(int stage) const {
+    return other_values + stage * kOthers * value_step;
+  }
+
+  /// One of the tables.
+  QKV_DEVICE BackwardRows<float> rows_in(int table) const {
+    const int at = table * kOthers;
+    BackwardRows<float> x = rows;
+    x.tile = {x.tile.query + at, x.tile.head + at, x.tile.begin + at, x.tile.end + at};
+    x.lse += at;
+    x.lse_rest += at;
+    x.delta += at;
+    x.query_offsets += at;
+    x.grad_out_offsets += at;
+    return x;
+  }
+};
+
+/// Pairs of a warp's tile from products to gradients,
+///
+///     s: <q, k> -> R ∘ P       g: dO Vᵀ -> dU
+///
+/// both 0 where the pair is not kept. With kOwnsKeys keys are the tile's own side, else rows.
+/// slope_sums[half] -= dS · |p - j|, unless nullptr. Returns which are kept: bit 4 · n + i.
+template <bool kOwnsKeys>
+QKV_DEVICE uint32_t through_softmax(const Scores<float>& scores, const BackwardRows<float>& table,
+                                    int first_own, int64_t first_key, int rows, int keys,
+                                    bool partial, float scale, float drop_scale,
+                                    float (&s)[kTilesOfOthers][4], float (&g)[kTilesOfOthers][4],
+                                    float* slope_sums) {
+  const RowTile& tile = table.tile;
+  const auto probability = [&](int r, float score) {
+    return device::approximate_exp(minimum(
+        0.0f, score - device::load_shared(table.lse + r) - device::load_shared(table.lse_rest + r)));
+  };
+  uint32_t kept = 0xffffffff;
+  if (!scores.changes() && !scores.drops()) {
+#pragma unroll
+    for (int n = 0; n < kTilesOfOthers; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int own = first_own + row_of_number(i), other = n * 8 + column_of_number(i);
+        const int r = kOwnsKeys ? other : own, k = kOwnsKeys ? own : other;
+        const float weight = probability(r, scale * s[n][i]);
+        s[n][i] = weight;
+        g[n][i] = weight * (g[n][i] - device::load_shared(table.delta + r));
+        if (!partial) continue;
+        const int64_t key = first_key + k;
+        const bool keep = k < keys && key >= device::load_shared(tile.begin + r) &&
+                          key < device::load_shared(tile.end + r);
+        s[n][i] = keep ? s[n][i] : 0.0f;
+        g[n][i] = keep ? g[n][i] : 0.0f;
+        kept &= ~(static_cast<uint32_t>(!keep) << (4 * n + i));
+      }
+    }
+    return kept;
+  }
+  // Nothing is unrolled: it would be most of the kernel's code.
+  constexpr int kPairs = 4 * kTilesOfOthers;
+  float pairs[kPairs], products[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    pairs[i] = scale * s[i / 4][i % 4];
+    products[i] = g[i / 4][i % 4];
+  }
+  kept = 0;
+#pragma unroll 1
+  for (int i = 0; i < kPairs; ++i) {
+    const int own = first_own + row_of_number(i % 4), other = i / 4 * 8 + column_of_number(i % 4);
+    const int r = kOwnsKeys ? other : own, k = kOwnsKeys ? own : other;
+    const int64_t key = first_key + k;
+    float score = pairs[i], cap;
+    if (r >= rows || k >= keys || !scores.modify(tile, r, key, score, cap)) continue;
+    kept |= 1u << i;
+    const bool stays =
+        !scores.drops() || (scores.stays(tile, r, key / 4 * 4) >> key % 4 & 1) != 0;
+    const float weight = probability(r, score);
+    const float dp = stays ? products[i] * drop_scale : 0.0f;
+    float ds = weight * (dp - device::load_shared(table.delta + r));
+    if (slope_sums != nullptr) slope_sums[i % 4 / 2] -= ds * scores.distance(tile, r, key);
+    ds *= 1.0f - cap * cap;
+    pairs[i] = stays ? weight * drop_scale : 0.0f;
+    products[i] = ds;
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    s[i / 4][i % 4] = kept >> i & 1 ? pairs[i] : 0.0f;
+    g[i / 4][i % 4] = kept >> i & 1 ? products[i] : 0.0f;
+  }
+  return kept;
+}
+
+/// pairs = the warp's own rows times the others, along `columns`.
+template <class Element>
+QKV_DEVICE void multiply_rows(const Element* own, const Element* others, int step, int64_t columns,
+                              Pairs<1>& pairs) {
+  set_to_zero(pairs[0]);
+  const auto left = [&](int, int k, uint32_t(&a)[4]) {
+    load_left(own + k * kStepOfProduct, step, a);
+  };
+  const int steps = static_cast<int>(ceil_divide(columns, kStepOfProduct));
+#pragma unroll 2
+  for (int k = 0; k < steps; ++k) multiply_step<Element, 1>(left, others, step, k, pairs);
+}
+
+/// sums += pairs, in two parts, · others. not_all: some pairs may not be kept.
+template <class Element, int kWidth>
+QKV_DEVICE void add_product(const Pairs<1>& pairs, bool not_all, uint32_t kept, Element* others,
+                            int step, Sums<1, kWidth>& sums) {
+  RoundedPairs<2, 1> parts;
+  round_pairs<Element, 2, 1>(pairs, parts);
+  if (not_all) {
+    multiply_kept_pairs<Element, 2, 1, kWidth>(parts, {kept}, others, step, sums);
+  } else {
+    multiply_pairs<Element, 2, 1, kWidth>(parts, others, step, sums);
+  }
+}
+
+/// f(r, column, sum) for each of a warp's sums, r the own row or key in the tile.
+template <int kWidth, class F>
+QKV_DEVICE void for_each_sum(const Sums<1, kWidth>& sums, const F& f) {
+#pragma unroll
+  for (int c = 0; c < kWidth / 8; ++c) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      f(warp() * kRowsOfProduct + row_of_number(i), c * 8 + column_of_number(i), sums[0][c][i]);
+    }
+  }
+}
+
+template <class Element, int kWidth>
+QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, int stages) {
+  const BackwardParams<float>& params = task.backward;
+  const Problem<float>& p = params.problem;
+  const BackwardTiles<Element, kWidth, false> shared(device::shared_memory(), p.head_dim,
+                                                     p.value_dim, stages);
+  const RowUnit<kOwnRows, kWidth> u(p, unit, p.head_dim);
+
+  const BackwardRows<float>& table = shared.rows;
+  const auto query = TileRows<Element>::of(p, p.query, u.batch, 1.0f, table.query_offsets);
+  const auto grad_out =
+      TileRows<Element>::of(p, params.grad_out, u.batch, 1.0f, table.grad_out_offsets);
+  device::barrier();
+  table.template load<kOwnRows>(task, u.batch, u.packed, u.first_row, query, grad_out);
+  device::barrier();
+  const Scores<float> scores(p, u.batch);
+  const float drop_scale = dropout_scale<float>(p.dropout);
+
+  const int width = shared.step - 8, value_width = shared.value_step - 8;
+  const auto key = TileKeys<Element>::of_head(p, p.key, u.batch, u.kv_head);
+  const auto value = TileKeys<Element>::of_head(p, p.value, u.batch, u.kv_head);
+  const KeyRange any = u.keys_of_any(p);
+  const auto copy_keys = [&](int64_t n, int stage) {
+    const int count = at_most(kOthers, any.end - n);
+    copy_rows<kOthers>(key.tile(n, count), 0, p.head_dim, width, shared.others_in(stage),
+                       shared.step);
+    copy_rows<kOthers>(value.tile(n, count), 0, p.value_dim, value_width,
+                       shared.other_values_in(stage), shared.value_step);
+  };
+  copy_rows<kOwnRows>(query, 0, p.head_dim, width, shared.own, shared.step);
+  copy_rows<kOwnRows>(grad_out, 0, p.value_dim, value_width, shared.own_values, shared.value_step);
+  if (!any.empty()) copy_keys(any.begin - any.begin % kOthers, 0);
+  int stage = 0;
+
+  const int first_own = warp() * kRowsOfProduct;
+  Sums<1, kWidth> grad;
+  set_to_zero(grad[0]);
+  float slope_gradient[2] = {};
+  const auto add_tile = [&](int64_t n, int keys, bool partial) {
+    device::wait_for_copies();
+    device::barrier();  // this tile is there, and nobody reads the one before
+    const bool more = n + kOthers < any.end;
+    if (more && stages == 2) copy_keys(n + kOthers, 1 - stage);
+    Element* keys_now = shared.others_in(stage);
+    Pairs<1> s, g;
+    multiply_rows(shared.own + first_own * shared.step, keys_now, shared.step, p.head_dim, s);
+    multiply_rows(shared.own_values + first_own * shared.value_step, shared.other_values_in(stage),
+                  shared.value_step, p.value_dim, g);
+    const uint32_t kept = through_softmax<false>(
+        scores, table, first_own, n, u.rows, keys, partial, p.scale, drop_scale, s[0], g[0],
+        params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
+    add_product<Element, kWidth>(g, partial, kept, keys_now + u.first_column, shared.step, grad);
+    if (stages == 2) {
+      stage = 1 - stage;
+    } else if (more) {
+      device::barrier();
+      copy_keys(n + kOthers, 0);
+    }
+  };
+  u.for_each_tile(p, any, scores.masks(), add_tile, [] {});
+  device::wait_for_copies();
+
+  const RowTile& tile = table.tile;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = first_own + row_of_number(2 * half);
+    const float sum = sum_of_lanes<4>(slope_gradient[half]);
+    if (params.slope_gradient_of_rows != nullptr && u.chunk == 0 && lane() % 4 == 0 && r < u.rows) {
+      device::store_global(params.slope_gradient_of_rows + tile.scalar(p, u.batch, r), sum);
+    }
+  }
+  if (params.grad_query.data == nullptr) return;
+  Element* grad_query = batch_of<Element>(p, params.grad_query, u.batch);
+  for_each_sum<kWidth>(grad, [&](int r, int c, float sum) {
+    const int64_t column = u.first_column + c;
+    if (r >= u.rows || column >= p.head_dim) return;
+    store_number(tile.row(grad_query, params.grad_query, r) +
+                     column * params.grad_query.column_stride,
+                 p.scale * sum);
+  });
+}
+
+template <class Element, int kWidth>
+QKV_KERNEL(kThreadsOfBlock, 2)
+grad_query_kernel(QKV_PARAMS BackwardTask<float> task, QKV_PARAMS int64_t units,
+                  QKV_PARAMS int stages) {
+  for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
+    grad_query_unit<Element, kWidth>(task, unit, stages);
+  }
+}
+
+/// What a row is asked for in global memory a tile before it is needed.
+struct RowNumbers {
+  float lse, lse_rest, delta;
+};
+
+template <class Element, int kWidth>
+QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int stages) {
+  const BackwardParams<float>& params = task.backward;
+  const Problem<float>& p = params.problem;
+  const BackwardTiles<Element, kWidth, true> shared(device::shared_memory(), p.head_dim,
+                                                    p.value_dim, stages);
+  const KeyUnit<kOwnRows, kWidth> u(p, unit, widest_gradient(p));
+  const bool need_key = params.grad_key.data != nullptr && u.first_column < p.head_dim;
+  const bool need_value = params.grad_value.data != nullptr && u.first_column < p.value_dim;
+  if (!need_key && !need_value) return;
+
+  const Scores<float> scores(p, u.batch);
+  const float drop_scale = dropout_scale<float>(p.dropout);
+  const int width = shared.step - 8, value_width = shared.value_step - 8;
+  const auto keys_of = [&](const Operand<const float>& x) {
+    return TileKeys<Element>::of_head(p, x, u.batch, u.kv_head).tile(u.first_key, u.keys);
+  };
+  device::barrier();  // nobody reads the unit before
+  copy_rows<kOwnRows>(keys_of(p.key), 0, p.head_dim, width, shared.own, shared.step);
+  copy_rows<kOwnRows>(keys_of(p.value), 0, p.value_dim, value_width, shared.own_values,
+                      shared.value_step);
+
+  // Of two tiles of rows: one is multiplied while the other comes.
+  const auto first_seeing_row = [&](int64_t first) {
+    for (; first < u.packed.count; first += kOthers) {
+      const int rows = at_most(kOthers, u.packed.count - first);
+      if (!u.packed.keys_of_any(p, first, rows).intersection(u.range()).empty()) break;
+    }
+    return first;
+  };
+  const auto query_of = [&](int turn) {
+    return TileRows<Element>::of(p, p.query, u.batch, 1.0f, shared.rows_in(turn).query_offsets);
+  };
+  const auto grad_out_of = [&](int turn) {
+    return TileRows<Element>::of(p, params.grad_out, u.batch, 1.0f,
+                                 shared.rows_in(turn).grad_out_offsets);
+  };
+  const auto find_rows = [&](int turn, int64_t first) {
+    shared.rows_in(turn).tile.template load<kOthers>(p, u.packed, first, query_of(turn).offsets,
+                                                  grad_out_of(turn).offsets);
+  };
+  const auto copy_rows_of = [&](int turn) {
+    const int stage = turn % stages;
+    copy_rows<kOthers>(query_of(turn), 0, p.head_dim, width, shared.others_in(stage), shared.step);
+    copy_rows<kOthers>(grad_out_of(turn), 0, p.value_dim, value_width,
+                       shared.other_values_in(stage), shared.value_step);
+  };
+  const auto load_numbers = [&](int64_t first) {
+    const int64_t row = first + device::thread() % kOthers;
+    const auto of_row = [&](const float* x, float none) {
+      return scalar_of_row(p, x, u.batch, u.packed, row, none);
+    };
+    // A row that keeps nothing, or only scores that overflowed, has lse = -inf: P = 0 with inf.
+    const float lse = of_row(params.lse, infinity<float>());
+    return RowNumbers{lse == -infinity<float>() ? infinity<float>() : lse,
+                      of_row(params.lse_rest, 0.0f), of_row(task.delta, 0.0f)};
+  };
+  const auto store_numbers = [&](int turn, const RowNumbers& x) {
+    const int r = device::thread();
+    if (r >= kOthers) return;
+    device::store_shared(shared.rows_in(turn).lse + r, x.lse);
+    device::store_shared(shared.rows_in(turn).lse_rest + r, x.lse_rest);
+    device::store_shared(shared.rows_in(turn).delta + r, x.delta);
+  };
+
+  const int first_own = warp() * kRowsOfProduct;
+  Sums<1, kWidth> grad_key, grad_value;
+  set_to_zero(grad_key[0]);
+  set_to_zero(grad_value[0]);
+  int turn = 0;
+  int64_t first_row = first_seeing_row(0);
+  find_rows(turn, first_row);
+  store_numbers(turn, load_numbers(first_row));
+  device::barrier();
+  copy_rows_of(turn);
+  while (first_row < u.packed.count) {
+    const int rows = at_most(kOthers, u.packed.count - first_row);
+    const int64_t next_row = first_seeing_row(first_row + kOthers);
+    const bool more = next_row < u.packed.count;
+    device::wait_for_copies();
+    device::barrier();  // this tile is there, and nobody reads the one before
+    if (more) find_rows(1 - turn, next_row);
+    device::barrier();
+    if (more && stages == 2) copy_rows_of(1 - turn);
+    const RowNumbers next_numbers = load_numbers(next_row);
+
+    const bool partial = rows < kOthers || u.keys < kOwnRows || scores.masks() ||
+                         !u.packed.keys_of_all(p, first_row, rows).contains(u.range());
+    Element* query = shared.others_in(turn % stages);
+    Element* grad_out = shared.other_values_in(turn % stages);
+    Pairs<1> s, g;
+    multiply_rows(shared.own + first_own * shared.step, query, shared.step, p.head_dim, s);
+    multiply_rows(shared.own_values + first_own * shared.value_step, grad_out, shared.value_step,
+                  p.value_dim, g);
+    const uint32_t kept = through_softmax<true>(scores, shared.rows_in(turn), first_own, u.first_key,
+                                                rows, u.keys, partial, p.scale, drop_scale, s[0],
+                                                g[0], nullptr);
+    if (need_value) {
+      add_product<Element, kWidth>(s, partial, kept, grad_out + u.first_column, shared.value_step,
+                                   grad_value);
+    }
+    if (need_key) {
+      add_product<Element, kWidth>(g, partial, kept, query + u.first_column, shared.step,
+                                   grad_key);
+    }
+    store_numbers(1 - turn, next_numbers);
+    if (more && stages == 1) {
+      device::barrier();
+      copy_rows_of(1 - turn);
+    }
+    turn = 1 - turn;
+    first_row = next_row;
+  }
+  device::wait_for_copies();
+
+  const auto write = [&](const Operand<float>& grad, int64_t columns, float factor,
+                         const Sums<1, kWidth>& sums) {
+    Element* of_head = batch_of<Element>(p, grad, u.batch) + u.kv_head * grad.head_stride;
+    for_each_sum<kWidth>(sums, [&](int k, int c, float sum) {
+      const int64_t column = u.first_column + c;
+      if (k >= u.keys || column >= columns) return;
+      store_number(of_head + (u.first_key + k) * grad.row_stride + column * grad.column_stride,
+                   factor * sum);
+    });
+  };
+  if (need_key) write(params.grad_key, p.head_dim, p.scale, grad_key);
+  if (need_value) write(params.grad_value, p.value_dim, 1.0f, grad_value);
+}
+
+template <class Element, int kWidth>
+QKV_KERNEL(kThreadsOfBlock, 2)
+grad_key_kernel(QKV_PARAMS BackwardTask<float> task, QKV_PARAMS int64_t units,
+                QKV_PARAMS int stages) {
+  for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
+    grad_key_unit<Element, kWidth>(task, unit, stages);
+  }
+}
+
+}  // namespace qkv::kernels::sm80
