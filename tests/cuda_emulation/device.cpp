@@ -42,7 +42,7 @@ enum class Waiting { kNo, kBarrier, kShuffle, kDone };
 /// 16 bytes on their way to shared memory.
 struct Copy {
   void* to;
-  const void* from;
+  const void* from;  // nullptr: zeros
 };
 
 struct Fiber {
@@ -295,18 +295,20 @@ void barrier() { barrier_or(false); }
 
 char* shared_memory() { return device.shared.data(); }
 
-void copy_async(void* to, const void* from) {
+void copy_async(void* to, const void* from, bool exist) {
   detail::check_alignment(to, 16);
   detail::check_alignment(from, 16);
-  device.fibers[device.current]->copies.push_back({to, from});
+  device.fibers[device.current]->copies.push_back({to, exist ? from : nullptr});
   if (copies == Copies::kAtOnce) wait_for_copies();
 }
 
 void wait_for_copies() {
+  static const char kZeros[16] = {};
   Fiber& fiber = *device.fibers[device.current];
   for (const auto& [to, from] : std::exchange(fiber.copies, {})) {
-    const bool reads = detail::check_global(from, 16, false);
-    if (detail::check_shared<true>(to, 16) && reads) memcpy(to, from, 16);
+    const bool reads = from == nullptr || detail::check_global(from, 16, false);
+    if (!detail::check_shared<true>(to, 16) || !reads) continue;
+    memcpy(to, from != nullptr ? from : kZeros, 16);
   }
 }
 

@@ -19,7 +19,7 @@ bool has_tensor_cores();
 void set_multiprocessors(int count);
 int multiprocessors();
 
-void copy_async(void* to, const void* from);
+void copy_async(void* to, const void* from, bool exist);
 void wait_for_copies();
 
 namespace detail {

@@ -75,10 +75,12 @@ QKV_DEVICE void load_matrices(const Element* row, uint32_t (&x)[4]) {
   }
 }
 
-/// Begins to copy 16 bytes to shared memory; both aligned to as many.
-QKV_DEVICE void copy_async(void* to, const void* from) {
+/// Begins to copy 16 bytes to shared memory, or zeros if there are none; both aligned to as many.
+QKV_DEVICE void copy_async(void* to, const void* from, bool exist) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  const int bytes = exist ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes)
+               : "memory");
 }
 
 /// Waits for all copies that this thread has begun. Others see them after a barrier.

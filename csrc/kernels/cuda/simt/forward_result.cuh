@@ -78,11 +78,18 @@ class ForwardResult {
 
   /// A number of out and, of 16-bit types, what rounding takes from it.
   QKV_DEVICE void write(int64_t head, int64_t query, int64_t column, T x) const {
-    const auto at = [&](const Operand<T>& to) {
-      return head * to.head_stride + query * to.row_stride + column * to.column_stride;
-    };
-    store_number(out_ + at(task_.forward.out), x);
-    if constexpr (sizeof(Element) == 2) store_rest(rest_ + at(task_.out_rest), x);
+    store_number(out_row(head, query) + column * task_.forward.out.column_stride, x);
+    if constexpr (sizeof(Element) == 2) {
+      store_rest(rest_row(head, query) + column * task_.out_rest.column_stride, x);
+    }
+  }
+
+  /// Where a row of out begins, and of what rounding takes from it.
+  QKV_DEVICE Element* out_row(int64_t head, int64_t query) const {
+    return out_ + head * task_.forward.out.head_stride + query * task_.forward.out.row_stride;
+  }
+  QKV_DEVICE Element* rest_row(int64_t head, int64_t query) const {
+    return rest_ + head * task_.out_rest.head_stride + query * task_.out_rest.row_stride;
   }
 
   /// From a row's maximum and sum after finish(), and whether there was a sum before.

@@ -353,6 +353,9 @@ struct TileRows {
     return {batch_of<Element>(p, x, batch), {offsets, x.head_stride, x.row_stride}, factor};
   }
 
+  /// A number that exists.
+  QKV_DEVICE const Element* first() const { return batch_element; }
+
   /// Of a number without the factor.
   QKV_DEVICE Place<Element> place(int r, int64_t column) const {
     const int64_t offset = device::load_shared(offsets.of_row + r);
@@ -392,6 +395,9 @@ struct TileKeys {
   QKV_DEVICE TileKeys tile(int64_t first, int keys) const {
     return {first_key + first * row_stride, row_stride, keys};
   }
+
+  /// A number that exists.
+  QKV_DEVICE const Element* first() const { return first_key; }
 
   QKV_DEVICE Place<Element> place(int k, int64_t column) const {
     return {first_key + k * row_stride + column, k < count};

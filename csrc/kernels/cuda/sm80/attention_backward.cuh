@@ -1,7 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/simt/attention_backward.cuh"
-#include "kernels/cuda/sm80/product.cuh"
+#include "kernels/cuda/sm80/result.cuh"
 
 // Backward attention of bfloat16 with tensor cores, as the kernels for any GPU have it: each number
 // of a gradient has one owner, P and dS are computed twice.
@@ -80,8 +80,8 @@ QKV_DEVICE uint32_t through_softmax(const Scores<float>& scores, const BackwardR
                                     float* slope_sums) {
   const RowTile& tile = table.tile;
   const auto probability = [&](int r, float score) {
-    return device::approximate_exp(minimum(
-        0.0f, score - device::load_shared(table.lse + r) - device::load_shared(table.lse_rest + r)));
+    return device::approximate_exp(minimum(0.0f, score - device::load_shared(table.lse + r) -
+                                                     device::load_shared(table.lse_rest + r)));
   };
   uint32_t kept = 0xffffffff;
   if (!scores.changes() && !scores.drops()) {
@@ -122,8 +122,7 @@ QKV_DEVICE uint32_t through_softmax(const Scores<float>& scores, const BackwardR
     float score = pairs[i], cap;
     if (r >= rows || k >= keys || !scores.modify(tile, r, key, score, cap)) continue;
     kept |= 1u << i;
-    const bool stays =
-        !scores.drops() || (scores.stays(tile, r, key / 4 * 4) >> key % 4 & 1) != 0;
+    const bool stays = !scores.drops() || (scores.stays(tile, r, key / 4 * 4) >> key % 4 & 1) != 0;
     const float weight = probability(r, score);
     const float dp = stays ? products[i] * drop_scale : 0.0f;
     float ds = weight * (dp - device::load_shared(table.delta + r));
@@ -166,18 +165,6 @@ QKV_DEVICE void add_product(const Pairs<1>& pairs, bool not_all, uint32_t kept, 
   }
 }
 
-/// f(r, column, sum) for each of a warp's sums, r the own row or key in the tile.
-template <int kWidth, class F>
-QKV_DEVICE void for_each_sum(const Sums<1, kWidth>& sums, const F& f) {
-#pragma unroll
-  for (int c = 0; c < kWidth / 8; ++c) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      f(warp() * kRowsOfProduct + row_of_number(i), c * 8 + column_of_number(i), sums[0][c][i]);
-    }
-  }
-}
-
 template <class Element, int kWidth>
 QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, int stages) {
   const BackwardParams<float>& params = task.backward;
@@ -202,13 +189,14 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
   const KeyRange any = u.keys_of_any(p);
   const auto copy_keys = [&](int64_t n, int stage) {
     const int count = at_most(kOthers, any.end - n);
-    copy_rows<kOthers>(key.tile(n, count), 0, p.head_dim, width, shared.others_in(stage),
-                       shared.step);
-    copy_rows<kOthers>(value.tile(n, count), 0, p.value_dim, value_width,
-                       shared.other_values_in(stage), shared.value_step);
+    copy_rows<kOthers, kWidth>(key.tile(n, count), 0, p.head_dim, width, shared.others_in(stage),
+                               shared.step);
+    copy_rows<kOthers, kWidth>(value.tile(n, count), 0, p.value_dim, value_width,
+                               shared.other_values_in(stage), shared.value_step);
   };
-  copy_rows<kOwnRows>(query, 0, p.head_dim, width, shared.own, shared.step);
-  copy_rows<kOwnRows>(grad_out, 0, p.value_dim, value_width, shared.own_values, shared.value_step);
+  copy_rows<kOwnRows, kWidth>(query, 0, p.head_dim, width, shared.own, shared.step);
+  copy_rows<kOwnRows, kWidth>(grad_out, 0, p.value_dim, value_width, shared.own_values,
+                              shared.value_step);
   if (!any.empty()) copy_keys(any.begin - any.begin % kOthers, 0);
   int stage = 0;
 
@@ -240,24 +228,20 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
   u.for_each_tile(p, any, scores.masks(), add_tile, [] {});
   device::wait_for_copies();
 
-  const RowTile& tile = table.tile;
+  Element* grad_query = batch_of<Element>(p, params.grad_query, u.batch);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int r = first_own + row_of_number(2 * half);
     const float sum = sum_of_lanes<4>(slope_gradient[half]);
-    if (params.slope_gradient_of_rows != nullptr && u.chunk == 0 && lane() % 4 == 0 && r < u.rows) {
-      device::store_global(params.slope_gradient_of_rows + tile.scalar(p, u.batch, r), sum);
+    if (r >= u.rows) continue;
+    if (params.slope_gradient_of_rows != nullptr && u.chunk == 0 && lane() % 4 == 0) {
+      device::store_global(params.slope_gradient_of_rows + table.tile.scalar(p, u.batch, r), sum);
     }
+    if (params.grad_query.data == nullptr) continue;
+    write_row<kWidth, false, Element>(
+        grad[0], half, p.scale, u.first_column, p.head_dim,
+        {table.tile.row(grad_query, params.grad_query, r), params.grad_query.column_stride});
   }
-  if (params.grad_query.data == nullptr) return;
-  Element* grad_query = batch_of<Element>(p, params.grad_query, u.batch);
-  for_each_sum<kWidth>(grad, [&](int r, int c, float sum) {
-    const int64_t column = u.first_column + c;
-    if (r >= u.rows || column >= p.head_dim) return;
-    store_number(tile.row(grad_query, params.grad_query, r) +
-                     column * params.grad_query.column_stride,
-                 p.scale * sum);
-  });
 }
 
 template <class Element, int kWidth>
@@ -292,9 +276,9 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
     return TileKeys<Element>::of_head(p, x, u.batch, u.kv_head).tile(u.first_key, u.keys);
   };
   device::barrier();  // nobody reads the unit before
-  copy_rows<kOwnRows>(keys_of(p.key), 0, p.head_dim, width, shared.own, shared.step);
-  copy_rows<kOwnRows>(keys_of(p.value), 0, p.value_dim, value_width, shared.own_values,
-                      shared.value_step);
+  copy_rows<kOwnRows, kWidth>(keys_of(p.key), 0, p.head_dim, width, shared.own, shared.step);
+  copy_rows<kOwnRows, kWidth>(keys_of(p.value), 0, p.value_dim, value_width, shared.own_values,
+                              shared.value_step);
 
   // Of two tiles of rows: one is multiplied while the other comes.
   const auto first_seeing_row = [&](int64_t first) {
@@ -313,13 +297,14 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
   };
   const auto find_rows = [&](int turn, int64_t first) {
     shared.rows_in(turn).tile.template load<kOthers>(p, u.packed, first, query_of(turn).offsets,
-                                                  grad_out_of(turn).offsets);
+                                                     grad_out_of(turn).offsets);
   };
   const auto copy_rows_of = [&](int turn) {
     const int stage = turn % stages;
-    copy_rows<kOthers>(query_of(turn), 0, p.head_dim, width, shared.others_in(stage), shared.step);
-    copy_rows<kOthers>(grad_out_of(turn), 0, p.value_dim, value_width,
-                       shared.other_values_in(stage), shared.value_step);
+    copy_rows<kOthers, kWidth>(query_of(turn), 0, p.head_dim, width, shared.others_in(stage),
+                               shared.step);
+    copy_rows<kOthers, kWidth>(grad_out_of(turn), 0, p.value_dim, value_width,
+                               shared.other_values_in(stage), shared.value_step);
   };
   const auto load_numbers = [&](int64_t first) {
     const int64_t row = first + device::thread() % kOthers;
@@ -368,16 +353,15 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
     multiply_rows(shared.own + first_own * shared.step, query, shared.step, p.head_dim, s);
     multiply_rows(shared.own_values + first_own * shared.value_step, grad_out, shared.value_step,
                   p.value_dim, g);
-    const uint32_t kept = through_softmax<true>(scores, shared.rows_in(turn), first_own, u.first_key,
-                                                rows, u.keys, partial, p.scale, drop_scale, s[0],
-                                                g[0], nullptr);
+    const uint32_t kept =
+        through_softmax<true>(scores, shared.rows_in(turn), first_own, u.first_key, rows, u.keys,
+                              partial, p.scale, drop_scale, s[0], g[0], nullptr);
     if (need_value) {
       add_product<Element, kWidth>(s, partial, kept, grad_out + u.first_column, shared.value_step,
                                    grad_value);
     }
     if (need_key) {
-      add_product<Element, kWidth>(g, partial, kept, query + u.first_column, shared.step,
-                                   grad_key);
+      add_product<Element, kWidth>(g, partial, kept, query + u.first_column, shared.step, grad_key);
     }
     store_numbers(1 - turn, next_numbers);
     if (more && stages == 1) {
@@ -392,12 +376,14 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
   const auto write = [&](const Operand<float>& grad, int64_t columns, float factor,
                          const Sums<1, kWidth>& sums) {
     Element* of_head = batch_of<Element>(p, grad, u.batch) + u.kv_head * grad.head_stride;
-    for_each_sum<kWidth>(sums, [&](int k, int c, float sum) {
-      const int64_t column = u.first_column + c;
-      if (k >= u.keys || column >= columns) return;
-      store_number(of_head + (u.first_key + k) * grad.row_stride + column * grad.column_stride,
-                   factor * sum);
-    });
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int k = first_own + row_of_number(2 * half);
+      if (k >= u.keys) continue;
+      write_row<kWidth, false, Element>(
+          sums[0], half, factor, u.first_column, columns,
+          {of_head + (u.first_key + k) * grad.row_stride, grad.column_stride});
+    }
   };
   if (need_key) write(params.grad_key, p.head_dim, p.scale, grad_key);
   if (need_value) write(params.grad_value, p.value_dim, 1.0f, grad_value);

@@ -3,7 +3,7 @@
 #include "kernels/cuda/simt/forward_result.cuh"
 #include "kernels/cuda/simt/score.cuh"
 #include "kernels/cuda/simt/unit.cuh"
-#include "kernels/cuda/sm80/product.cuh"
+#include "kernels/cuda/sm80/result.cuh"
 #include "kernels/online_softmax.h"
 
 // Forward attention of 16-bit types with tensor cores (FlashAttention-2, arXiv:2307.08691,
@@ -188,10 +188,10 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
   const auto value = TileKeys<Element>::of_head(p, p.value, u.batch, u.kv_head);
   const int width = shared.step - 8, steps = width / kStepOfProduct;
   const auto copy_keys = [&](int64_t n) {
-    copy_rows<kKeys>(key.tile(n, at_most(kKeys, any.end - n)), 0, p.head_dim, width, shared.keys,
-                     shared.step);
+    copy_rows<kKeys, kWidth>(key.tile(n, at_most(kKeys, any.end - n)), 0, p.head_dim, width,
+                             shared.keys, shared.step);
   };
-  copy_rows<Shared::kRows>(query, 0, p.head_dim, width, shared.query, shared.step);
+  copy_rows<Shared::kRows, kWidth>(query, 0, p.head_dim, width, shared.query, shared.step);
   if (!any.empty()) copy_keys(any.begin - any.begin % kKeys);
   device::wait_for_copies();
   device::barrier();
@@ -224,8 +224,8 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     device::wait_for_copies();
     device::barrier();  // K is there, and nobody reads the V before
-    copy_rows<kKeys>(value.tile(n, keys), u.first_column, columns, kWidth, shared.values,
-                     Shared::kValueStep);
+    copy_rows<kKeys, kWidth>(value.tile(n, keys), u.first_column, columns, kWidth, shared.values,
+                             Shared::kValueStep);
     Pairs<kRowTiles> s;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) set_to_zero(s[t]);
@@ -282,21 +282,15 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
       const int r = first_row + t * kRowsOfProduct + row_of_number(2 * half);
       if (!tile.exists(r)) continue;
       const bool writes_scalars = u.chunk == 0 && lane() % 4 == 0;
-      const auto for_each_column = [&](const auto& write) {
-#pragma unroll
-        for (int c = 0; c < kWidth / 8; ++c) {
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            const int64_t column = u.first_column + c * 8 + column_of_number(i);
-            if (column < columns) write(column, out[t][c][i]);
-          }
-        }
-      };
       const int64_t head = device::load_shared(tile.head + r);
       const int64_t i_query = device::load_shared(tile.query + r);
       if (task.splits > 1) {
         float* row = partial_row(task, u.head, u.first_row + r) + u.split * partial_step(p);
-        for_each_column([&](int64_t column, float x) { device::store_global(row + column, x); });
+#pragma unroll
+        for (int i = 0; i < kWidth / 4; ++i) {
+          const int64_t column = u.first_column + i / 2 * 8 + column_of_number(i % 2);
+          if (column < columns) device::store_global(row + column, out[t][i / 2][2 * half + i % 2]);
+        }
         if (writes_scalars) {
           device::store_global(row + p.value_dim, max);
           device::store_global(row + p.value_dim + 1, sum);
@@ -305,8 +299,10 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
       }
       const bool has_keys = sum != 0.0f;
       const float normaliser = result.finish(head, max, sum);
-      for_each_column(
-          [&](int64_t column, float x) { result.write(head, i_query, column, normaliser * x); });
+      write_row<kWidth, true, Element>(
+          out[t], half, normaliser, u.first_column, columns,
+          {result.out_row(head, i_query), task.forward.out.column_stride},
+          {result.rest_row(head, i_query), task.out_rest.column_stride});
       if (writes_scalars) result.write_lse(head, i_query, max, sum, has_keys);
     }
   }

@@ -17,7 +17,8 @@ using Sums = float[kTiles][kColumns / 8][4];
 template <int kTiles>
 using Pairs = Sums<kTiles, kOthers>;
 
-/// sums += step k of a product of the first kind. left(t, k, a): its left side, of the warp's tile t.
+/// sums += step k of a product of the first kind. left(t, k, a): its left side, of the warp's tile
+/// t.
 template <class Element, int kTiles, class Left>
 QKV_DEVICE void multiply_step(const Left& left, const Element* others, int step, int k,
                               Pairs<kTiles>& sums) {
@@ -155,7 +156,8 @@ QKV_DEVICE void multiply_kept_pairs(const RoundedPairs<kParts, kTiles>& pairs,
   for_own_pieces<kWidth>(others, step, [&](const uint32_t(&words)[4], uint32_t*) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      finite = finite && half_is_finite<Element>(words[i], 0) && half_is_finite<Element>(words[i], 1);
+      finite =
+          finite && half_is_finite<Element>(words[i], 0) && half_is_finite<Element>(words[i], 1);
     }
   });
   if (device::barrier_or(!finite)) {

@@ -35,25 +35,37 @@ QKV_DEVICE int warp() { return device::thread() / device::kWarp; }
 
 /// Brings kRows rows of one side of a product to shared memory, columns first_column .. + width of
 /// the `columns` that there are, and zeros where there is none. In pieces they are on their way
-/// then, else they come number by number.
-template <int kRows, class Side>
+/// then, else they come number by number. kUnrolled: how many columns at a time.
+template <int kRows, int kUnrolled, class Side>
 QKV_DEVICE void copy_rows(const Side& side, int64_t first_column, int64_t columns, int width,
                           typename Side::Stored* to, int step) {
-  constexpr int kPiece = 8, kLanes = 8;
-  const bool in_pieces = side.template lies_in_pieces<kPiece>(columns);
-  for (int row = device::thread() / kLanes; row < kRows; row += kThreadsOfBlock / kLanes) {
-    for (int c = device::thread() % kLanes * kPiece; c < width; c += kLanes * kPiece) {
-      typename Side::Stored* at = to + row * step + c;
-      const int64_t column = first_column + c;
-      if (in_pieces) {
-        const auto first = side.place(row, column);
-        if (first.exists && column < columns) {
-          device::copy_async(at, first.at);
-          continue;
+  constexpr int kPiece = 8, kLanes = 8, kRowsAtOnce = kThreadsOfBlock / kLanes;
+  const int first_row = device::thread() / kLanes, first = device::thread() % kLanes * kPiece;
+  if (side.template lies_in_pieces<kPiece>(columns)) {
+    const int left = at_most(width, columns - first_column);
+#pragma unroll 1
+    for (int block = 0; block < width; block += kUnrolled) {
+#pragma unroll
+      for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+        const int row = first_row + i * kRowsAtOnce;
+        const auto begin = side.place(row, first_column);
+        const auto* from = begin.exists ? begin.at : side.first();
+#pragma unroll
+        for (int j = 0; j < kUnrolled / (kLanes * kPiece); ++j) {
+          const int c = block + first + j * kLanes * kPiece;
+          const bool exists = begin.exists && c < left;
+          if (c < width) device::copy_async(to + row * step + c, exists ? from + c : from, exists);
         }
       }
-      const auto piece = fetch_piece<false, kPiece>(side, row, column, in_pieces ? 0 : columns);
-      device::store_shared(reinterpret_cast<uint32_t*>(at), piece.words);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = first_row; row < kRows; row += kRowsAtOnce) {
+#pragma unroll 1
+    for (int c = first; c < width; c += kLanes * kPiece) {
+      const auto piece = fetch_piece<false, kPiece>(side, row, first_column + c, columns);
+      device::store_shared(reinterpret_cast<uint32_t*>(to + row * step + c), piece.words);
     }
   }
 }
