@@ -15,6 +15,7 @@
 #define QKV_KERNEL(threads, blocks) void
 #define QKV_PARAMS const
 #define QKV_DEVICE inline
+#define QKV_DEVICE_ASIDE inline
 #define QKV_INLINE inline
 
 namespace qkv::kernels::device {

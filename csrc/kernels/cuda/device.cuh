@@ -18,6 +18,8 @@
 #define QKV_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define QKV_PARAMS const __grid_constant__
 #define QKV_DEVICE __device__ __forceinline__
+/// What most calls do without: it must not take registers from them.
+#define QKV_DEVICE_ASIDE inline __device__ __noinline__
 #define QKV_INLINE __host__ __device__ __forceinline__
 
 namespace qkv::kernels::device {

@@ -40,6 +40,23 @@ QKV_DEVICE T mask_number(MaskType type, const void* mask, int64_t at) {
   }
 }
 
+/// Something other than the band decides which pairs are kept.
+template <class T>
+QKV_DEVICE bool has_masks(const Problem<T>& p) {
+  return p.attn_mask.type != MaskType::kNone || p.key_mask.data != nullptr;
+}
+
+/// Scores are not merely products.
+template <class T>
+QKV_DEVICE bool changes_scores(const Problem<T>& p) {
+  return p.softcap != T(0) || p.alibi_slopes.data != nullptr || has_masks(p);
+}
+
+template <class T>
+QKV_DEVICE bool drops_weights(const Problem<T>& p) {
+  return p.dropout.threshold != 0;
+}
+
 /// Scores of one batch element.
 template <class T>
 class Scores {
@@ -57,54 +74,58 @@ class Scores {
                         problem.dropout.seed +
                         batch_offset(problem, batch, problem.dropout.batch_stride)))) {}
 
-  /// Something other than the band decides which pairs are kept.
-  QKV_DEVICE bool masks() const {
-    return p_.attn_mask.type != MaskType::kNone || p_.key_mask.data != nullptr;
-  }
-
-  /// Scores are not merely products.
-  QKV_DEVICE bool changes() const {
-    return p_.softcap != T(0) || p_.alibi_slopes.data != nullptr || masks();
-  }
-
-  QKV_DEVICE bool drops() const { return p_.dropout.threshold != 0; }
+  QKV_DEVICE bool masks() const { return has_masks(p_); }
+  QKV_DEVICE bool changes() const { return changes_scores(p_); }
+  QKV_DEVICE bool drops() const { return drops_weights(p_); }
 
   /// The score of (row r of the tile, key), which is less than N, from scale · <q, k>, and in cap
   /// the softcap's tanh, or 0 without one: its derivative is 1 - cap². False, and neither, if the
   /// pair is not kept.
   QKV_DEVICE bool modify(const RowTile& rows, int r, int64_t key, T& score, T& cap) const {
     cap = T(0);
-    if (key < device::load_shared(rows.begin + r) || key >= device::load_shared(rows.end + r)) {
-      return false;
-    }
-    if (p_.key_mask.data != nullptr &&
-        device::load_global(key_mask_ + key * p_.key_mask.column_stride) == 0) {
-      return false;
-    }
+    if (!in_band(rows, r, key)) return false;
+    if (has_key_mask() && !keeps_key(key)) return false;
     if (p_.softcap != T(0)) {
       cap = hyperbolic_tangent(score / p_.softcap);
       score = p_.softcap * cap;
     }
-    const int64_t head = device::load_shared(rows.head + r);
-    if (p_.attn_mask.type != MaskType::kNone) {
-      const int64_t at = mask_ + head * p_.attn_mask.head_stride +
-                         device::load_shared(rows.query + r) * p_.attn_mask.row_stride +
-                         key * p_.attn_mask.column_stride;
-      if (p_.attn_mask.type == MaskType::kBool) {
-        if (device::load_global(static_cast<const uint8_t*>(p_.attn_mask.data) + at) == 0) {
-          return false;
-        }
-      } else {
-        const T bias = mask_number<T>(p_.attn_mask.type, p_.attn_mask.data, at);
-        if (bias == -infinity<T>()) return false;
-        score += bias;
-      }
-    }
-    if (p_.alibi_slopes.data != nullptr) {
-      const T slope = device::load_global(slopes_ + head * p_.alibi_slopes.head_stride);
-      score -= slope * distance(rows, r, key);
-    }
+    if (has_mask() && !add_mask(rows, r, key, score)) return false;
+    if (has_slopes()) score -= slope(rows, r) * distance(rows, r, key);
     return true;
+  }
+
+  // The steps of modify(), one by one.
+
+  QKV_DEVICE bool in_band(const RowTile& rows, int r, int64_t key) const {
+    return key >= device::load_shared(rows.begin + r) && key < device::load_shared(rows.end + r);
+  }
+
+  QKV_DEVICE bool has_key_mask() const { return p_.key_mask.data != nullptr; }
+  QKV_DEVICE bool keeps_key(int64_t key) const {
+    return device::load_global(key_mask_ + key * p_.key_mask.column_stride) != 0;
+  }
+
+  QKV_DEVICE T softcap() const { return p_.softcap; }
+
+  QKV_DEVICE bool has_mask() const { return p_.attn_mask.type != MaskType::kNone; }
+  /// False if the mask drops the pair.
+  QKV_DEVICE bool add_mask(const RowTile& rows, int r, int64_t key, T& score) const {
+    const int64_t at = mask_ + device::load_shared(rows.head + r) * p_.attn_mask.head_stride +
+                       device::load_shared(rows.query + r) * p_.attn_mask.row_stride +
+                       key * p_.attn_mask.column_stride;
+    if (p_.attn_mask.type == MaskType::kBool) {
+      return device::load_global(static_cast<const uint8_t*>(p_.attn_mask.data) + at) != 0;
+    }
+    const T bias = mask_number<T>(p_.attn_mask.type, p_.attn_mask.data, at);
+    if (bias == -infinity<T>()) return false;
+    score += bias;
+    return true;
+  }
+
+  QKV_DEVICE bool has_slopes() const { return p_.alibi_slopes.data != nullptr; }
+  QKV_DEVICE T slope(const RowTile& rows, int r) const {
+    const int64_t head = device::load_shared(rows.head + r);
+    return device::load_global(slopes_ + head * p_.alibi_slopes.head_stride);
   }
 
   /// |p - j|
@@ -113,13 +134,21 @@ class Scores {
     return static_cast<T>(ahead < 0 ? -ahead : ahead);
   }
 
+  /// Of the keys 8 · eighth .. + 7, 16 bits each; a weight stays if its bits reach the threshold.
+  QKV_DEVICE void random_words(const RowTile& rows, int r, int64_t eighth,
+                               uint32_t (&words)[4]) const {
+    words[0] = static_cast<uint32_t>(eighth);
+    words[1] = static_cast<uint32_t>(device::load_shared(rows.query + r));
+    words[2] = static_cast<uint32_t>(p_.dropout.first_head + device::load_shared(rows.head + r));
+    words[3] = 0;
+    philox<Words>(words, seed_);
+  }
+  QKV_DEVICE uint32_t threshold() const { return p_.dropout.threshold; }
+
   /// Bit b: the weight of key first + b stays, for 4 keys from a multiple of 4 on.
   QKV_DEVICE uint32_t stays(const RowTile& rows, int r, int64_t first) const {
-    uint32_t words[4] = {
-        static_cast<uint32_t>(first / 8),
-        static_cast<uint32_t>(device::load_shared(rows.query + r)),
-        static_cast<uint32_t>(p_.dropout.first_head + device::load_shared(rows.head + r)), 0};
-    philox<Words>(words, seed_);
+    uint32_t words[4];
+    random_words(rows, r, first / 8, words);
     const bool second = first % 8 != 0;
     const uint32_t low = second ? words[2] : words[0], high = second ? words[3] : words[1];
     const uint32_t threshold = p_.dropout.threshold;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/simt/attention_backward.cuh"
+#include "kernels/cuda/sm80/pair_line.cuh"
 #include "kernels/cuda/sm80/result.cuh"
 
 // Backward attention of bfloat16 with tensor cores, as the kernels for any GPU have it: each number
@@ -66,75 +67,100 @@ struct BackwardTiles {
   }
 };
 
+/// P of a score that is kept. Rounding can leave a score of 1e8 above its lse; without the clamp P
+/// would overflow.
+QKV_DEVICE float probability(const BackwardRows<float>& table, int r, float score) {
+  const float lse = device::load_shared(table.lse + r);
+  return device::approximate_exp(
+      minimum(0.0f, score - lse - device::load_shared(table.lse_rest + r)));
+}
+
+/// The lines of a tile through softmax, as below: weights from scale · <q, k>. They have their own
+/// row or key 8 apart from first_own on. Returns which are kept.
+template <bool kOwnsKeys>
+QKV_DEVICE_ASIDE uint32_t lines_through_softmax(const Problem<float>& p, int64_t batch,
+                                                BackwardRows<float> table, int first_own,
+                                                int64_t first_key, int keys,
+                                                float (*weights)[kPairsOfLine],
+                                                float (*gradients)[kPairsOfLine],
+                                                float* slope_sums) {
+  const Scores<float> scores(p, batch);
+  const float drop_scale = dropout_scale<float>(p.dropout);
+  uint32_t kept = 0;
+#pragma unroll 1
+  for (int line = 0; line < 2; ++line) {
+    const PairLine<kOwnsKeys> pairs(scores, table.tile, first_own + line * 8 + row_of_number(0),
+                                    first_key, keys);
+    float x[kPairsOfLine], cap[kPairsOfLine];
+#pragma unroll
+    for (int j = 0; j < kPairsOfLine; ++j) x[j] = weights[line][j];
+    const uint32_t kept_here = pairs.modify(x, cap);
+    const uint32_t stay = scores.drops() ? pairs.stays() : 0xffff;
+    float slope_sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPairsOfLine; ++j) {
+      const bool keeps = kept_here >> j & 1, stays = stay >> j & 1;
+      const float weight = probability(table, pairs.row(j), x[j]);
+      const float dp = stays ? gradients[line][j] * drop_scale : 0.0f;
+      const float ds = weight * (dp - device::load_shared(table.delta + pairs.row(j)));
+      if (slope_sums != nullptr) slope_sum += keeps ? ds * pairs.distance(j) : 0.0f;
+      weights[line][j] = keeps && stays ? weight * drop_scale : 0.0f;
+      gradients[line][j] = keeps ? ds * (1.0f - cap[j] * cap[j]) : 0.0f;
+    }
+    if (slope_sums != nullptr) slope_sums[line] -= slope_sum;
+    kept |= kept_here << line * kPairsOfLine;
+  }
+  return kept;
+}
+
 /// Pairs of a warp's tile from products to gradients,
 ///
 ///     s: <q, k> -> R ∘ P       g: dO Vᵀ -> dU
 ///
 /// both 0 where the pair is not kept. With kOwnsKeys keys are the tile's own side, else rows.
-/// slope_sums[half] -= dS · |p - j|, unless nullptr. Returns which are kept: bit 4 · n + i.
+/// slope_sums[half] -= dS · |p - j|, unless nullptr. Returns which are kept.
 template <bool kOwnsKeys>
-QKV_DEVICE uint32_t through_softmax(const Scores<float>& scores, const BackwardRows<float>& table,
-                                    int first_own, int64_t first_key, int rows, int keys,
-                                    bool partial, float scale, float drop_scale,
+QKV_DEVICE uint32_t through_softmax(const Problem<float>& p, int64_t batch,
+                                    const BackwardRows<float>& table, int first_own,
+                                    int64_t first_key, int keys, bool partial,
                                     float (&s)[kTilesOfOthers][4], float (&g)[kTilesOfOthers][4],
                                     float* slope_sums) {
-  const RowTile& tile = table.tile;
-  const auto probability = [&](int r, float score) {
-    return device::approximate_exp(minimum(0.0f, score - device::load_shared(table.lse + r) -
-                                                     device::load_shared(table.lse_rest + r)));
-  };
   uint32_t kept = 0xffffffff;
-  if (!scores.changes() && !scores.drops()) {
+  if (!changes_scores(p) && !drops_weights(p)) {
 #pragma unroll
     for (int n = 0; n < kTilesOfOthers; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int own = first_own + row_of_number(i), other = n * 8 + column_of_number(i);
         const int r = kOwnsKeys ? other : own, k = kOwnsKeys ? own : other;
-        const float weight = probability(r, scale * s[n][i]);
+        const float weight = probability(table, r, p.scale * s[n][i]);
         s[n][i] = weight;
         g[n][i] = weight * (g[n][i] - device::load_shared(table.delta + r));
         if (!partial) continue;
         const int64_t key = first_key + k;
-        const bool keep = k < keys && key >= device::load_shared(tile.begin + r) &&
-                          key < device::load_shared(tile.end + r);
+        const bool keep = k < keys && key >= device::load_shared(table.tile.begin + r) &&
+                          key < device::load_shared(table.tile.end + r);
         s[n][i] = keep ? s[n][i] : 0.0f;
         g[n][i] = keep ? g[n][i] : 0.0f;
-        kept &= ~(static_cast<uint32_t>(!keep) << (4 * n + i));
+        kept &= ~(static_cast<uint32_t>(!keep) << bit_of_number(n, i));
       }
     }
     return kept;
   }
-  // Nothing is unrolled: it would be most of the kernel's code.
-  constexpr int kPairs = 4 * kTilesOfOthers;
-  float pairs[kPairs], products[kPairs];
+  float weights[2][kPairsOfLine], gradients[2][kPairsOfLine];
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    pairs[i] = scale * s[i / 4][i % 4];
-    products[i] = g[i / 4][i % 4];
+  for (int i = 0; i < 2 * kPairsOfLine; ++i) {
+    const int line = i / kPairsOfLine, j = i % kPairsOfLine;
+    weights[line][j] = p.scale * s[product_of_pair(j)][number_of_pair(line, j)];
+    gradients[line][j] = g[product_of_pair(j)][number_of_pair(line, j)];
   }
-  kept = 0;
-#pragma unroll 1
-  for (int i = 0; i < kPairs; ++i) {
-    const int own = first_own + row_of_number(i % 4), other = i / 4 * 8 + column_of_number(i % 4);
-    const int r = kOwnsKeys ? other : own, k = kOwnsKeys ? own : other;
-    const int64_t key = first_key + k;
-    float score = pairs[i], cap;
-    if (r >= rows || k >= keys || !scores.modify(tile, r, key, score, cap)) continue;
-    kept |= 1u << i;
-    const bool stays = !scores.drops() || (scores.stays(tile, r, key / 4 * 4) >> key % 4 & 1) != 0;
-    const float weight = probability(r, score);
-    const float dp = stays ? products[i] * drop_scale : 0.0f;
-    float ds = weight * (dp - device::load_shared(table.delta + r));
-    if (slope_sums != nullptr) slope_sums[i % 4 / 2] -= ds * scores.distance(tile, r, key);
-    ds *= 1.0f - cap * cap;
-    pairs[i] = stays ? weight * drop_scale : 0.0f;
-    products[i] = ds;
-  }
+  kept = lines_through_softmax<kOwnsKeys>(p, batch, table, first_own, first_key, keys, weights,
+                                          gradients, slope_sums);
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    s[i / 4][i % 4] = kept >> i & 1 ? pairs[i] : 0.0f;
-    g[i / 4][i % 4] = kept >> i & 1 ? products[i] : 0.0f;
+  for (int i = 0; i < 2 * kPairsOfLine; ++i) {
+    const int line = i / kPairsOfLine, j = i % kPairsOfLine;
+    s[product_of_pair(j)][number_of_pair(line, j)] = weights[line][j];
+    g[product_of_pair(j)][number_of_pair(line, j)] = gradients[line][j];
   }
   return kept;
 }
@@ -180,8 +206,6 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
   device::barrier();
   table.template load<kOwnRows>(task, u.batch, u.packed, u.first_row, query, grad_out);
   device::barrier();
-  const Scores<float> scores(p, u.batch);
-  const float drop_scale = dropout_scale<float>(p.dropout);
 
   const int width = shared.step - 8, value_width = shared.value_step - 8;
   const auto key = TileKeys<Element>::of_head(p, p.key, u.batch, u.kv_head);
@@ -214,9 +238,9 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
     multiply_rows(shared.own + first_own * shared.step, keys_now, shared.step, p.head_dim, s);
     multiply_rows(shared.own_values + first_own * shared.value_step, shared.other_values_in(stage),
                   shared.value_step, p.value_dim, g);
-    const uint32_t kept = through_softmax<false>(
-        scores, table, first_own, n, u.rows, keys, partial, p.scale, drop_scale, s[0], g[0],
-        params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
+    const uint32_t kept =
+        through_softmax<false>(p, u.batch, table, first_own, n, keys, partial, s[0], g[0],
+                               params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
     add_product<Element, kWidth>(g, partial, kept, keys_now + u.first_column, shared.step, grad);
     if (stages == 2) {
       stage = 1 - stage;
@@ -225,7 +249,7 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
       copy_keys(n + kOthers, 0);
     }
   };
-  u.for_each_tile(p, any, scores.masks(), add_tile, [] {});
+  u.for_each_tile(p, any, has_masks(p), add_tile, [] {});
   device::wait_for_copies();
 
   Element* grad_query = batch_of<Element>(p, params.grad_query, u.batch);
@@ -269,8 +293,6 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
   const bool need_value = params.grad_value.data != nullptr && u.first_column < p.value_dim;
   if (!need_key && !need_value) return;
 
-  const Scores<float> scores(p, u.batch);
-  const float drop_scale = dropout_scale<float>(p.dropout);
   const int width = shared.step - 8, value_width = shared.value_step - 8;
   const auto keys_of = [&](const Operand<const float>& x) {
     return TileKeys<Element>::of_head(p, x, u.batch, u.kv_head).tile(u.first_key, u.keys);
@@ -345,7 +367,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
     if (more && stages == 2) copy_rows_of(1 - turn);
     const RowNumbers next_numbers = load_numbers(next_row);
 
-    const bool partial = rows < kOthers || u.keys < kOwnRows || scores.masks() ||
+    const bool partial = rows < kOthers || u.keys < kOwnRows || has_masks(p) ||
                          !u.packed.keys_of_all(p, first_row, rows).contains(u.range());
     Element* query = shared.others_in(turn % stages);
     Element* grad_out = shared.other_values_in(turn % stages);
@@ -353,9 +375,8 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
     multiply_rows(shared.own + first_own * shared.step, query, shared.step, p.head_dim, s);
     multiply_rows(shared.own_values + first_own * shared.value_step, grad_out, shared.value_step,
                   p.value_dim, g);
-    const uint32_t kept =
-        through_softmax<true>(scores, shared.rows_in(turn), first_own, u.first_key, rows, u.keys,
-                              partial, p.scale, drop_scale, s[0], g[0], nullptr);
+    const uint32_t kept = through_softmax<true>(p, u.batch, shared.rows_in(turn), first_own,
+                                                u.first_key, u.keys, partial, s[0], g[0], nullptr);
     if (need_value) {
       add_product<Element, kWidth>(s, partial, kept, grad_out + u.first_column, shared.value_step,
                                    grad_value);

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "kernels/cuda/simt/forward_result.cuh"
-#include "kernels/cuda/simt/score.cuh"
 #include "kernels/cuda/simt/unit.cuh"
+#include "kernels/cuda/sm80/pair_line.cuh"
 #include "kernels/cuda/sm80/result.cuh"
 #include "kernels/online_softmax.h"
 
@@ -50,7 +50,7 @@ struct WeightMath : ScalarMath<float> {
 using Softmax = OnlineSoftmax<WeightMath>;
 
 /// s: scale · <q, k>, -inf where the pair is not kept, if that is for the band and the ends of rows
-/// and keys alone. kept[t]: bit 4 · n + i.
+/// and keys alone.
 template <int kRowTiles>
 QKV_DEVICE void cut_pairs(const RowTile& tile, int first_row, int64_t first_key, int keys,
                           Pairs<kRowTiles>& s, uint32_t (&kept)[kRowTiles]) {
@@ -69,49 +69,61 @@ QKV_DEVICE void cut_pairs(const RowTile& tile, int first_row, int64_t first_key,
           const int k = n * 8 + column_of_number(i);
           const bool keep = k >= begin && k < end;
           s[t][n][i] = keep ? s[t][n][i] : -infinity<float>();
-          kept[t] |= static_cast<uint32_t>(keep) << (4 * n + i);
+          kept[t] |= static_cast<uint32_t>(keep) << bit_of_number(n, i);
         }
       }
     }
   }
 }
 
+/// Lines of pairs from scale · <q, k> to scores, -inf where a pair is not kept. Their rows are 8
+/// apart from first_row on.
+QKV_DEVICE_ASIDE void modify_lines(const Problem<float>& p, int64_t batch, RowTile tile,
+                                   int first_row, int64_t first_key, int keys, int count,
+                                   float (*lines)[kPairsOfLine], uint32_t* kept, uint32_t* stays) {
+  const Scores<float> scores(p, batch);
+#pragma unroll 1
+  for (int line = 0; line < count; ++line) {
+    const PairLine<false> pairs(scores, tile, first_row + line * 8 + row_of_number(0), first_key,
+                                keys);
+    float x[kPairsOfLine], cap[kPairsOfLine];
+#pragma unroll
+    for (int j = 0; j < kPairsOfLine; ++j) x[j] = lines[line][j];
+    const uint32_t kept_here = pairs.modify(x, cap);
+#pragma unroll
+    for (int j = 0; j < kPairsOfLine; ++j) {
+      lines[line][j] = kept_here >> j & 1 ? x[j] : -infinity<float>();
+    }
+    kept[line] = kept_here;
+    stays[line] = scores.drops() ? pairs.stays() : 0xffff;
+  }
+}
+
 /// s: scale · <q, k> -> scores, -inf where the pair is not kept; stays: weights that dropout
 /// leaves.
 template <int kRowTiles>
-QKV_DEVICE void modify_pairs(const Scores<float>& scores, const RowTile& tile, int first_row,
-                             int64_t first_key, int keys, Pairs<kRowTiles>& s,
+QKV_DEVICE void modify_pairs(const Problem<float>& p, int64_t batch, const RowTile& tile,
+                             int first_row, int64_t first_key, int keys, Pairs<kRowTiles>& s,
                              uint32_t (&kept)[kRowTiles], uint32_t (&stays)[kRowTiles]) {
-  if (!scores.changes() && !scores.drops()) {
-    cut_pairs<kRowTiles>(tile, first_row, first_key, keys, s, kept);
-    return;
+  constexpr int kLines = 2 * kRowTiles;
+  float lines[kLines][kPairsOfLine];
+  uint32_t kept_of_line[kLines], stays_of_line[kLines];
+#pragma unroll
+  for (int i = 0; i < kLines * kPairsOfLine; ++i) {
+    const int line = i / kPairsOfLine, j = i % kPairsOfLine;
+    lines[line][j] = s[line / 2][product_of_pair(j)][number_of_pair(line % 2, j)];
   }
-  constexpr int kPairs = 4 * kTilesOfOthers;
+  modify_lines(p, batch, tile, first_row, first_key, keys, kLines, lines, kept_of_line,
+               stays_of_line);
+#pragma unroll
+  for (int i = 0; i < kLines * kPairsOfLine; ++i) {
+    const int line = i / kPairsOfLine, j = i % kPairsOfLine;
+    s[line / 2][product_of_pair(j)][number_of_pair(line % 2, j)] = lines[line][j];
+  }
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
-    float pairs[kPairs];
-    uint32_t keep_bits = 0, stay_bits = 0;
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) pairs[i] = s[t][i / 4][i % 4];
-      // Nothing is unrolled: it would be most of the kernel's code.
-#pragma unroll 1
-    for (int i = 0; i < kPairs; ++i) {
-      const int r = first_row + t * kRowsOfProduct + row_of_number(i % 4);
-      const int k = i / 4 * 8 + column_of_number(i % 4);
-      float cap;
-      const bool keep =
-          tile.exists(r) && k < keys && scores.modify(tile, r, first_key + k, pairs[i], cap);
-      if (!keep) pairs[i] = -infinity<float>();
-      keep_bits |= static_cast<uint32_t>(keep) << i;
-      if (scores.drops() && keep) {
-        const uint32_t of_four = scores.stays(tile, r, first_key + k / 4 * 4);
-        stay_bits |= (of_four >> k % 4 & 1) << i;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) s[t][i / 4][i % 4] = pairs[i];
-    kept[t] = keep_bits;
-    stays[t] = scores.drops() ? stay_bits : stays[t];
+    kept[t] = kept_of_line[2 * t] | kept_of_line[2 * t + 1] << kPairsOfLine;
+    stays[t] = stays_of_line[2 * t] | stays_of_line[2 * t + 1] << kPairsOfLine;
   }
 }
 
@@ -163,7 +175,8 @@ QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pai
 #pragma unroll
     for (int n = 0; n < kTilesOfOthers; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[t][n][i] = stays[t] >> (4 * n + i) & 1 ? s[t][n][i] : 0.0f;
+      for (int i = 0; i < 4; ++i)
+        s[t][n][i] = stays[t] >> bit_of_number(n, i) & 1 ? s[t][n][i] : 0.0f;
     }
   }
 }
@@ -180,7 +193,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
   const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, shared.query_offsets);
   tile.load<Shared::kRows>(p, u.packed, u.first_row, query.offsets);
   device::barrier();
-  const Scores<float> scores(p, u.batch);
+  const bool masks = has_masks(p), modifies = changes_scores(p) || drops_weights(p);
   const KeyRange split = keys_of_split(p.keys, task.splits, u.split);
   const KeyRange any = u.keys_of_any(p).intersection(split);
 
@@ -254,10 +267,12 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
     uint32_t kept[kRowTiles], stays[kRowTiles];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) kept[t] = stays[t] = 0xffffffff;
-    if (partial || scores.changes() || scores.drops()) {
-      modify_pairs<kRowTiles>(scores, tile, first_row, n, keys, s, kept, stays);
+    if (modifies) {
+      modify_pairs<kRowTiles>(p, u.batch, tile, first_row, n, keys, s, kept, stays);
+    } else if (partial) {
+      cut_pairs<kRowTiles>(tile, first_row, n, keys, s, kept);
     }
-    weigh_scores<kRowTiles, kWidth>(scores.drops(), stays, s, softmax, out);
+    weigh_scores<kRowTiles, kWidth>(drops_weights(p), stays, s, softmax, out);
     RoundedPairs<1, kRowTiles> weights;
     round_pairs<Element, 1, kRowTiles>(s, weights);
     device::wait_for_copies();
@@ -271,7 +286,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
                                                     out);
     }
   };
-  u.for_each_tile(p, any, scores.masks(), add_tile, [] {});
+  u.for_each_tile(p, any, masks, add_tile, [] {});
 
   const ForwardResult<Element> result(task, u.batch);
 #pragma unroll

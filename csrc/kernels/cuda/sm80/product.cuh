@@ -98,7 +98,7 @@ QKV_DEVICE void for_own_pieces(Element* others, int step, const F& f) {
 }
 
 /// What multiply_pairs adds for numbers that are infinite or NaN: to the sums of pairs that are
-/// kept, and to no other. kept[t]: bit 4 · n + i.
+/// kept, and to no other. kept: bits as pair_line.cuh has them.
 template <class Element, int kParts, int kTiles, int kWidth>
 QKV_DEVICE void add_non_finite(const RoundedPairs<kParts, kTiles>& pairs,
                                const uint32_t (&kept)[kTiles], const Element* others, int step,
@@ -128,7 +128,7 @@ QKV_DEVICE void add_non_finite(const RoundedPairs<kParts, kTiles>& pairs,
           const uint32_t word = device::shuffle(words[part][n * 2 + half], holder);
           pair += number_of_word<Element>(word, other % 2);
         }
-        if (!(kept_of_holder >> (n * 4 + half * 2 + other % 2) & 1)) continue;
+        if (!(kept_of_holder >> (half * 16 + n * 2 + other % 2) & 1)) continue;
 #pragma unroll 1
         for (int i = 0; i < kSums / 2; ++i) {
           const int column = i / 2 * 8 + column_of_number(i % 2);

@@ -17,7 +17,8 @@ struct ResultRow {
   }
 };
 
-/// Writes factor · sums of a row, of which a lane has two numbers in each 8: columns first_column ..
+/// Writes factor · sums of a row, of which a lane has two numbers in each 8: columns first_column
+/// ..
 /// + kWidth of the `columns` that there are. With kRests what rounding took goes to another row.
 template <int kWidth, bool kRests, class Element>
 QKV_DEVICE void write_row(const float (&sums)[kWidth / 8][4], int half, float factor,
