@@ -4,6 +4,9 @@
 
 #include "cpu/kernels.h"
 #include "dtype_name.h"
+#if defined(QKV_HAS_CUDA)
+#include "kernels/cuda/sm80/tasks.h"
+#endif
 
 namespace qkv {
 
@@ -16,12 +19,19 @@ bool has_sizes(const Operands& x) {
   return are_numbers(x.query) && are_numbers(x.key) && are_numbers(x.value);
 }
 
-/// Whether CPU kernels multiply operands in 16 bits as such, where the processor can and sums are
-/// long enough for roundings to average out; else float32 converted from them.
+/// Whether kernels multiply operands in 16 bits as such, where the processor or the GPU can and
+/// sums are long enough for roundings to average out; else float32 converted from them.
 struct MultipliesIn16Bits {
-  bool forward, backward, second_order;
+  bool forward = false, backward = false, second_order = false;
 
   explicit MultipliesIn16Bits(const Operands& x) {
+    if (x.query.is_cuda()) {
+#if defined(QKV_HAS_CUDA)
+      forward = kernels::sm80::takes_forward(sizes_of<float>(x));
+      backward = kernels::sm80::takes_backward(sizes_of<float>(x));
+#endif
+      return;
+    }
     const auto& table = cpu::kernel_table();
     const auto has_own = [sizes = sizes_of<float>(x)](const auto*... kernels) {
       return cpu::half_kernels_for(sizes, kernels...) != nullptr;
@@ -43,18 +53,28 @@ std::string isa(const Operands& x) {
   return all || of_float32 == usual ? usual : usual + " and " + of_float32;
 }
 
-std::string kernel_name(const Call& call) {
+/// The folders of the CUDA kernels: those for tensor cores, those for any GPU, or both.
+std::string cuda_kernels(const Operands& x) {
+  if (!has_16_bits(x.query)) return "simt";
+  if (!has_sizes(x)) return "sm80 or simt";
+  const MultipliesIn16Bits own(x);
+  return !own.forward ? "simt" : own.backward ? "sm80" : "sm80 and simt";
+}
+
+std::string kernel_name(const Call& call, bool second_order) {
   if (!call.unfused_reason.empty()) return "unfused reference: " + call.unfused_reason;
   const Tensor& query = call.operands.query;
   const auto name = c10::str("fused ", query.device().type(), ' ', dtype_name(query.scalar_type()));
-  if (query.is_cuda()) return name + " simt";
+  if (query.is_cuda()) return name + ' ' + (second_order ? "simt" : cuda_kernels(call.operands));
   return query.is_cpu() ? name + ' ' + isa(call.operands) : name;
 }
 
 /// What is multiplied for operands in 16 bits.
 std::string products(const Operands& x) {
-  if (x.query.is_cuda()) return dtype_name(at::kFloat) + ", without tensor cores";
   const MultipliesIn16Bits own(x);
+  if (x.query.is_cuda() && !own.forward) {
+    return dtype_name(at::kFloat) + ", without tensor cores";
+  }
   const auto numbers = [&](bool in_16_bits) {
     return dtype_name(in_16_bits ? x.query.scalar_type() : at::kFloat);
   };
@@ -79,13 +99,13 @@ std::string description(const char* op, const Call& call) {
   const auto sizes = x.query.sym_sizes();
   std::ostringstream out;
   out << op << '\n';
-  out << "  forward, backward  " << kernel_name(call) << '\n';
-  out << "  second order, jvp  " << kernel_name(call) << '\n';
+  out << "  forward, backward  " << kernel_name(call, false) << '\n';
+  out << "  second order, jvp  " << kernel_name(call, true) << '\n';
   const bool fused = call.unfused_reason.empty();
   const char* rest = fused ? "unfused reference formulas" : "unfused reference";
   out << "  third order        " << rest << '\n';
   out << "  jvp of a jvp       " << rest << '\n';
-  if (fused && has_16_bits(x.query) && (x.query.is_cuda() || (x.query.is_cpu() && has_sizes(x)))) {
+  if (fused && has_16_bits(x.query) && has_sizes(x) && (x.query.is_cuda() || x.query.is_cpu())) {
     out << "  products           " << products(x) << '\n';
   }
   out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)

@@ -71,12 +71,14 @@ def test_second_order_equals_the_cpu(dtype, monkeypatch):
     ids=["f64", "f32", "bf16", "f16"],
 )
 def test_sanitize(dtype, width):
-    """Every kernel, small: what compute-sanitizer watches. Rows are few, in each way, and many."""
+    """Every kernel, small: what compute-sanitizer watches. Rows are few, in each way, and many; of
+    16 bits with keys enough for tensor cores, with options and without."""
     options = {"dtype": dtype, "device": "cuda", "requires_grad": True}
-    _, k, v = operands(1, 70, dtype, width=width)
-    for rows in (1, 3, 6, 70):
+    sizes = [(1, 70), (3, 70), (6, 70), (70, 70)] + [(150, 150)] * (dtype.itemsize == 2)
+    for rows, keys in sizes:
         q = operands(1, rows, dtype, width=width)[0]
-        mask = torch.zeros(rows, 70, **options)
+        _, k, v = operands(1, keys, dtype, width=width)
+        mask = torch.zeros(rows, keys, **options)
         slopes, sinks = (torch.rand(4, **options) for _ in range(2))
         out = qkv.attention(q, k, v, mask, 0.1, True, alibi_slopes=slopes, sinks=sinks)
         inputs = (q, k, v, mask, slopes, sinks)

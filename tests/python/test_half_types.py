@@ -260,11 +260,17 @@ def test_explain_where_only_the_keys_are_a_symbol(dtype):
 
 
 @half_types
-def test_explain_says_that_no_tensor_cores_run(dtype):
+@pytest.mark.parametrize("length", [24, 300])
+def test_explain_says_whether_tensor_cores_run(length, dtype):
     with FakeTensorMode():  # needs no GPU, but a library with its kernels
-        query = torch.empty(1, 2, 24, 16, dtype=dtype, device="cuda")
+        query = torch.empty(1, 2, length, 16, dtype=dtype, device="cuda")
         text = qkv.explain(query, query, query)
-    assert ("float32, without tensor cores" in text) == ("fused cuda" in text)
+    on_tensor_cores = (
+        length >= 128 and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+    )
+    fused = "fused cuda" in text
+    assert ("float32, without tensor cores" in text) == (fused and not on_tensor_cores)
+    assert ("sm80" in text) == (fused and on_tensor_cores)
 
 
 @half_types

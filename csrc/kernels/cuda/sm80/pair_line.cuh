@@ -20,7 +20,9 @@ constexpr int kPairsOfLine = 2 * kTilesOfOthers;
 constexpr QKV_INLINE int product_of_pair(int j) { return j / 2; }
 constexpr QKV_INLINE int number_of_pair(int half, int j) { return 2 * half + j % 2; }
 /// The bit of number i of product n among those of a tile.
-constexpr QKV_INLINE int bit_of_number(int n, int i) { return i / 2 * kPairsOfLine + 2 * n + i % 2; }
+constexpr QKV_INLINE int bit_of_number(int n, int i) {
+  return i / 2 * kPairsOfLine + 2 * n + i % 2;
+}
 
 QKV_DEVICE int other_of_pair(int j) { return j / 2 * 8 + column_of_number(j % 2); }
 
@@ -40,9 +42,7 @@ class PairLine {
       : scores_(scores), tile_(tile), own_(own), first_key_(first_key), keys_(keys) {}
 
   QKV_DEVICE int row(int j) const { return kOwnsKeys ? other_of_pair(j) : own_; }
-  QKV_DEVICE int64_t key(int j) const {
-    return first_key_ + (kOwnsKeys ? own_ : other_of_pair(j));
-  }
+  QKV_DEVICE int64_t key(int j) const { return first_key_ + (kOwnsKeys ? own_ : other_of_pair(j)); }
 
   /// x: scale · <q, k> -> scores; cap: see Scores::modify. Returns which are kept.
   QKV_DEVICE uint32_t modify(float (&x)[kPairsOfLine], float (&cap)[kPairsOfLine]) const {
