@@ -58,6 +58,7 @@ std::vector<qkv::Operands> more_problems() {
   all.push_back(plain(20, 1100, 40, 24));
   all.push_back(plain(90, 256, 96, 64));
   all.back().band = {40, 0, 100};
+  all.back().attn_mask = (torch::rand({90, 256}) < 0.8).expand({1, 4, 90, 256});
   return all;
 }
 

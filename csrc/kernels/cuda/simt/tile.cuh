@@ -201,8 +201,13 @@ struct PackedRows {
   int64_t group;
   int64_t count;
 
-  QKV_INLINE int64_t query(int64_t row) const { return row / group; }
-  QKV_INLINE int64_t head(int64_t row) const { return first_head + row % group; }
+  /// Without a division if it can be, and in 32 bits if they hold it: of 64 it takes long.
+  QKV_INLINE int64_t query(int64_t row) const {
+    if (group == 1) return row;
+    if (row >> 32 == 0) return static_cast<uint32_t>(row) / static_cast<uint32_t>(group);
+    return row / group;
+  }
+  QKV_INLINE int64_t head(int64_t row) const { return first_head + row - query(row) * group; }
 
   /// The keys that some of the rows first .. first + rows see, by the band, and those that all see.
   template <class T>

@@ -30,6 +30,7 @@ constexpr QKV_INLINE int64_t whole_chunks(int64_t columns) {
 /// and a table of the rows, or two if these are the others.
 template <class Element, int kWidth, bool kOwnsKeys>
 struct BackwardTiles {
+  static constexpr bool kOwnKeys = kOwnsKeys;
   static constexpr int kTables = kOwnsKeys ? 2 : 1;
 
   SharedMemory memory;
@@ -76,21 +77,23 @@ QKV_DEVICE float probability(const BackwardRows<float>& table, int r, float scor
 }
 
 /// The lines of a tile through softmax, as below: weights from scale · <q, k>. They have their own
-/// row or key 8 apart from first_own on. Returns which are kept.
-template <bool kOwnsKeys>
-QKV_DEVICE_ASIDE uint32_t lines_through_softmax(const Problem<float>& p, int64_t batch,
-                                                BackwardRows<float> table, int first_own,
-                                                int64_t first_key, int keys,
-                                                float (*weights)[kPairsOfLine],
+/// row or key 8 apart from first_own on, rows in a table of a block's Tiles. Returns which are
+/// kept.
+template <class Tiles>
+QKV_DEVICE_ASIDE uint32_t lines_through_softmax(const Problem<float>& p, int64_t batch, int stages,
+                                                int turn, int first_own, int64_t first_key,
+                                                int keys, float (*weights)[kPairsOfLine],
                                                 float (*gradients)[kPairsOfLine],
                                                 float* slope_sums) {
+  const BackwardRows<float> table =
+      Tiles(device::shared_memory(), p.head_dim, p.value_dim, stages).rows_in(turn);
   const Scores<float> scores(p, batch);
   const float drop_scale = dropout_scale<float>(p.dropout);
   uint32_t kept = 0;
 #pragma unroll 1
   for (int line = 0; line < 2; ++line) {
-    const PairLine<kOwnsKeys> pairs(scores, table.tile, first_own + line * 8 + row_of_number(0),
-                                    first_key, keys);
+    const PairLine<Tiles::kOwnKeys> pairs(scores, table.tile,
+                                          first_own + line * 8 + row_of_number(0), first_key, keys);
     float x[kPairsOfLine], cap[kPairsOfLine];
 #pragma unroll
     for (int j = 0; j < kPairsOfLine; ++j) x[j] = weights[line][j];
@@ -117,26 +120,34 @@ QKV_DEVICE_ASIDE uint32_t lines_through_softmax(const Problem<float>& p, int64_t
 ///
 ///     s: <q, k> -> R ∘ P       g: dO Vᵀ -> dU
 ///
-/// both 0 where the pair is not kept. With kOwnsKeys keys are the tile's own side, else rows.
-/// slope_sums[half] -= dS · |p - j|, unless nullptr. Returns which are kept.
-template <bool kOwnsKeys>
-QKV_DEVICE uint32_t through_softmax(const Problem<float>& p, int64_t batch,
-                                    const BackwardRows<float>& table, int first_own,
-                                    int64_t first_key, int keys, bool partial,
-                                    float (&s)[kTilesOfOthers][4], float (&g)[kTilesOfOthers][4],
-                                    float* slope_sums) {
+/// both 0 where the pair is not kept. slope_sums[half] -= dS · |p - j|, unless nullptr. Returns
+/// which are kept.
+template <class Tiles>
+QKV_DEVICE uint32_t through_softmax(const Problem<float>& p, int64_t batch, const Tiles& shared,
+                                    int stages, int turn, int first_own, int64_t first_key,
+                                    int keys, bool partial, float (&s)[kTilesOfOthers][4],
+                                    float (&g)[kTilesOfOthers][4], float* slope_sums) {
+  constexpr bool kOwnsKeys = Tiles::kOwnKeys;
   uint32_t kept = 0xffffffff;
   if (!changes_scores(p) && !drops_weights(p)) {
+    const BackwardRows<float> table = shared.rows_in(turn);
+#pragma unroll
+    for (int n = 0; n < kTilesOfOthers; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = kOwnsKeys ? n * 8 + column_of_number(i) : first_own + row_of_number(i);
+        const float weight = probability(table, r, device::rounded_product(p.scale, s[n][i]));
+        s[n][i] = weight;
+        g[n][i] = weight * (g[n][i] - device::load_shared(table.delta + r));
+      }
+    }
+    if (!partial) return kept;
 #pragma unroll
     for (int n = 0; n < kTilesOfOthers; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int own = first_own + row_of_number(i), other = n * 8 + column_of_number(i);
         const int r = kOwnsKeys ? other : own, k = kOwnsKeys ? own : other;
-        const float weight = probability(table, r, p.scale * s[n][i]);
-        s[n][i] = weight;
-        g[n][i] = weight * (g[n][i] - device::load_shared(table.delta + r));
-        if (!partial) continue;
         const int64_t key = first_key + k;
         const bool keep = k < keys && key >= device::load_shared(table.tile.begin + r) &&
                           key < device::load_shared(table.tile.end + r);
@@ -151,11 +162,12 @@ QKV_DEVICE uint32_t through_softmax(const Problem<float>& p, int64_t batch,
 #pragma unroll
   for (int i = 0; i < 2 * kPairsOfLine; ++i) {
     const int line = i / kPairsOfLine, j = i % kPairsOfLine;
-    weights[line][j] = p.scale * s[product_of_pair(j)][number_of_pair(line, j)];
+    weights[line][j] =
+        device::rounded_product(p.scale, s[product_of_pair(j)][number_of_pair(line, j)]);
     gradients[line][j] = g[product_of_pair(j)][number_of_pair(line, j)];
   }
-  kept = lines_through_softmax<kOwnsKeys>(p, batch, table, first_own, first_key, keys, weights,
-                                          gradients, slope_sums);
+  kept = lines_through_softmax<Tiles>(p, batch, stages, turn, first_own, first_key, keys, weights,
+                                      gradients, slope_sums);
 #pragma unroll
   for (int i = 0; i < 2 * kPairsOfLine; ++i) {
     const int line = i / kPairsOfLine, j = i % kPairsOfLine;
@@ -239,8 +251,8 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
     multiply_rows(shared.own_values + first_own * shared.value_step, shared.other_values_in(stage),
                   shared.value_step, p.value_dim, g);
     const uint32_t kept =
-        through_softmax<false>(p, u.batch, table, first_own, n, keys, partial, s[0], g[0],
-                               params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
+        through_softmax(p, u.batch, shared, stages, 0, first_own, n, keys, partial, s[0], g[0],
+                        params.slope_gradient_of_rows != nullptr ? slope_gradient : nullptr);
     add_product<Element, kWidth>(g, partial, kept, keys_now + u.first_column, shared.step, grad);
     if (stages == 2) {
       stage = 1 - stage;
@@ -375,8 +387,8 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
     multiply_rows(shared.own + first_own * shared.step, query, shared.step, p.head_dim, s);
     multiply_rows(shared.own_values + first_own * shared.value_step, grad_out, shared.value_step,
                   p.value_dim, g);
-    const uint32_t kept = through_softmax<true>(p, u.batch, shared.rows_in(turn), first_own,
-                                                u.first_key, u.keys, partial, s[0], g[0], nullptr);
+    const uint32_t kept = through_softmax(p, u.batch, shared, stages, turn, first_own, u.first_key,
+                                          u.keys, partial, s[0], g[0], nullptr);
     if (need_value) {
       add_product<Element, kWidth>(s, partial, kept, grad_out + u.first_column, shared.value_step,
                                    grad_value);

@@ -29,6 +29,7 @@ constexpr int kStayingSteps = 4;
 template <class Element, int kRowTiles, int kWidth>
 struct ForwardShared {
   static constexpr int kRows = 4 * kRowTiles * kRowsOfProduct;
+  static constexpr int kLines = 2 * kRowTiles;  // of pairs, for each lane
   static constexpr int kValueStep = row_step(kWidth);
 
   SharedMemory memory;
@@ -77,13 +78,15 @@ QKV_DEVICE void cut_pairs(const RowTile& tile, int first_row, int64_t first_key,
 }
 
 /// Lines of pairs from scale · <q, k> to scores, -inf where a pair is not kept. Their rows are 8
-/// apart from first_row on.
-QKV_DEVICE_ASIDE void modify_lines(const Problem<float>& p, int64_t batch, RowTile tile,
-                                   int first_row, int64_t first_key, int keys, int count,
-                                   float (*lines)[kPairsOfLine], uint32_t* kept, uint32_t* stays) {
+/// apart from first_row on, in a block's Shared memory.
+template <class Shared>
+QKV_DEVICE_ASIDE void modify_lines(const Problem<float>& p, int64_t batch, int first_row,
+                                   int64_t first_key, int keys, float (*lines)[kPairsOfLine],
+                                   uint32_t* kept, uint32_t* stays) {
+  const RowTile tile = Shared(device::shared_memory(), p.head_dim).rows;
   const Scores<float> scores(p, batch);
 #pragma unroll 1
-  for (int line = 0; line < count; ++line) {
+  for (int line = 0; line < Shared::kLines; ++line) {
     const PairLine<false> pairs(scores, tile, first_row + line * 8 + row_of_number(0), first_key,
                                 keys);
     float x[kPairsOfLine], cap[kPairsOfLine];
@@ -101,11 +104,11 @@ QKV_DEVICE_ASIDE void modify_lines(const Problem<float>& p, int64_t batch, RowTi
 
 /// s: scale · <q, k> -> scores, -inf where the pair is not kept; stays: weights that dropout
 /// leaves.
-template <int kRowTiles>
-QKV_DEVICE void modify_pairs(const Problem<float>& p, int64_t batch, const RowTile& tile,
-                             int first_row, int64_t first_key, int keys, Pairs<kRowTiles>& s,
+template <class Shared, int kRowTiles>
+QKV_DEVICE void modify_pairs(const Problem<float>& p, int64_t batch, int first_row,
+                             int64_t first_key, int keys, Pairs<kRowTiles>& s,
                              uint32_t (&kept)[kRowTiles], uint32_t (&stays)[kRowTiles]) {
-  constexpr int kLines = 2 * kRowTiles;
+  constexpr int kLines = Shared::kLines;
   float lines[kLines][kPairsOfLine];
   uint32_t kept_of_line[kLines], stays_of_line[kLines];
 #pragma unroll
@@ -113,8 +116,7 @@ QKV_DEVICE void modify_pairs(const Problem<float>& p, int64_t batch, const RowTi
     const int line = i / kPairsOfLine, j = i % kPairsOfLine;
     lines[line][j] = s[line / 2][product_of_pair(j)][number_of_pair(line % 2, j)];
   }
-  modify_lines(p, batch, tile, first_row, first_key, keys, kLines, lines, kept_of_line,
-               stays_of_line);
+  modify_lines<Shared>(p, batch, first_row, first_key, keys, lines, kept_of_line, stays_of_line);
 #pragma unroll
   for (int i = 0; i < kLines * kPairsOfLine; ++i) {
     const int line = i / kPairsOfLine, j = i % kPairsOfLine;
@@ -262,13 +264,16 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
-      for (int i = 0; i < 4 * kTilesOfOthers; ++i) s[t][i / 4][i % 4] *= p.scale;
+      for (int i = 0; i < 4 * kTilesOfOthers; ++i) {
+        // The backward's scores have this rounding too, and take lse from here.
+        s[t][i / 4][i % 4] = device::rounded_product(p.scale, s[t][i / 4][i % 4]);
+      }
     }
     uint32_t kept[kRowTiles], stays[kRowTiles];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) kept[t] = stays[t] = 0xffffffff;
     if (modifies) {
-      modify_pairs<kRowTiles>(p, u.batch, tile, first_row, n, keys, s, kept, stays);
+      modify_pairs<Shared, kRowTiles>(p, u.batch, first_row, n, keys, s, kept, stays);
     } else if (partial) {
       cut_pairs<kRowTiles>(tile, first_row, n, keys, s, kept);
     }
