@@ -166,6 +166,8 @@ void load_global(const T* from, T (&to)[kCount]) {
 template <class Kernel, class... Arguments>
 int launch(const char* name, Kernel kernel, int64_t blocks, int threads, int64_t shared_bytes,
            void*, const Arguments&... arguments) {
+  constexpr int kInvalidValue = 1;
+  if (shared_bytes > most_shared_bytes(1)) return kInvalidValue;
   detail::run(name, blocks, threads, shared_bytes, [&] { kernel(arguments...); });
   return 0;
 }

@@ -96,8 +96,6 @@ void load_matrices(const Element* row, uint32_t (&x)[4]) {
   }
 }
 
-inline float rounded_product(float a, float b) { return a * b; }
-
 inline float approximate_exp(float x) { return expf(x); }
 
 }  // namespace qkv::kernels::device

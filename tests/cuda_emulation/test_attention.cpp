@@ -309,7 +309,7 @@ TEST(Emulated, TilesReadPiecesAndNumbersAlike) {
     x.key = torch::randn({1, 2, 100, 40}).to(type);
     x.value = torch::randn({1, 2, 100, 72}).to(type);
     x.band = {-1, -1, 0};
-    device::set_bytes_of_multiprocessor(0);
+    device::set_bytes_of_multiprocessor(64 << 10);
     const Results in_pieces = emulated(x);
     qkv::Operands odd = x;
     for (Tensor* operand : {&odd.query, &odd.key, &odd.value}) *operand = with_odd_rows(*operand);

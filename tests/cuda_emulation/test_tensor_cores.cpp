@@ -254,6 +254,26 @@ TEST_F(TensorCores, ScoresAndMasksOfAnySizeAreFinite) {
       torch::allclose(Forward(x).out.to(torch::kDouble), mean.expand({1, 4, 40, 16}), 0.0, 1e-2));
 }
 
+TEST_F(TensorCores, ALargeSoftcapMakesNoDifference) {
+  qkv::Operands x = converted(plain(40, 200, 32, 16), torch::kBFloat16);
+  const Forward without(x);
+  for (const double softcap : {1e5, 1e20}) {
+    x.softcap = softcap;
+    EXPECT_TRUE(torch::allclose(Forward(x).lse, without.lse, 1e-6, 1e-6)) << softcap;
+  }
+}
+
+/// Of rows so many that their keys are not split.
+TEST_F(TensorCores, ErrorsOfLongSumsDoNotGrow) {
+  qkv::Operands x = plain(1025, 4096, 16, 16);
+  for (Tensor* operand : {&x.query, &x.key, &x.value}) *operand = operand->narrow(1, 0, 1);
+  x.query.fill_(-1.0);
+  x.key.fill_(0.25);
+  x.key.select(2, 0).zero_();  // its weight is 1, all others are e^-1
+  const double lse = std::log(1.0 + 4095.0 * std::exp(-1.0));
+  EXPECT_LT((Forward(converted(x, torch::kBFloat16)).lse - lse).abs().max().item<double>(), 3e-6);
+}
+
 /// Else the kernels for any device do.
 TEST_F(TensorCores, TakeWhatTheyCan) {
   const auto first_kernel = [](const qkv::Operands& x, torch::ScalarType type) {
@@ -266,6 +286,9 @@ TEST_F(TensorCores, TakeWhatTheyCan) {
   EXPECT_EQ(first_kernel(plain(8, 128, 8, 8), torch::kHalf), "few_rows");
   EXPECT_EQ(first_kernel(plain(17, 128, 257, 8), torch::kHalf), "attention_forward");
   EXPECT_EQ(first_kernel(plain(17, 128, 8, 8), torch::kFloat), "attention_forward");
+  EXPECT_EQ(first_kernel(plain(17, 128, 0, 8), torch::kHalf), "attention_forward");
+  device::set_bytes_of_multiprocessor(99 << 10);  // as sm_86 and sm_89 have them
+  EXPECT_EQ(first_kernel(plain(150, 128, 256, 72), torch::kHalf), "attention_forward_sm80");
   device::set_tensor_cores(false);
   EXPECT_EQ(first_kernel(plain(17, 128, 8, 8), torch::kHalf), "attention_forward");
 }

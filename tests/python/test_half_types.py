@@ -135,6 +135,19 @@ def test_gradients_that_are_exactly_zero(dtype):
         assert grad.abs().max() < bound
 
 
+@half_types
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e6])
+def test_weights_of_derivatives_add_up(size, dtype):
+    """The backward's scores are the forward's, whose lse it takes, rounded like them: scores of 1e6
+    are 1/16 apart, and a scale of 128^-1/2 rounds them."""
+    query, key = ((torch.randn(2, rows, 128) * size**0.5).to(dtype) for rows in (40, 200))
+    value = torch.zeros(2, 200, 3, dtype=dtype, requires_grad=True)
+    incoming = torch.ones(2, 40, 3, dtype=dtype)
+    (grad,) = torch.autograd.grad(qkv.attention(query, key, value), value, incoming)
+    total = grad.float().sum(1)
+    torch.testing.assert_close(total, torch.full_like(total, 40.0), rtol=5e-3, atol=0)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_of_long_sequences_are_rounded_once(is_causal):
     """Relative L2 error under 2.2e-3 at N = 8192, where a rounding to bfloat16 is 1.7e-3."""

@@ -86,9 +86,6 @@ QKV_DEVICE void copy_async(void* to, const void* from, bool exist) {
 /// Waits for all copies that this thread has begun. Others see them after a barrier.
 QKV_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-/// a · b, rounded whatever is added to it: the compiler takes it into no multiply-add.
-QKV_DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-
 /// e^x to 2 units of the last place, for x <= 0.
 QKV_DEVICE float approximate_exp(float x) {
   float y;

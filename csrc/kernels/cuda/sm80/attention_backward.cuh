@@ -136,7 +136,7 @@ QKV_DEVICE uint32_t through_softmax(const Problem<float>& p, int64_t batch, cons
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = kOwnsKeys ? n * 8 + column_of_number(i) : first_own + row_of_number(i);
-        const float weight = probability(table, r, device::rounded_product(p.scale, s[n][i]));
+        const float weight = probability(table, r, p.scale * s[n][i]);
         s[n][i] = weight;
         g[n][i] = weight * (g[n][i] - device::load_shared(table.delta + r));
       }
@@ -162,8 +162,7 @@ QKV_DEVICE uint32_t through_softmax(const Problem<float>& p, int64_t batch, cons
 #pragma unroll
   for (int i = 0; i < 2 * kPairsOfLine; ++i) {
     const int line = i / kPairsOfLine, j = i % kPairsOfLine;
-    weights[line][j] =
-        device::rounded_product(p.scale, s[product_of_pair(j)][number_of_pair(line, j)]);
+    weights[line][j] = p.scale * s[product_of_pair(j)][number_of_pair(line, j)];
     gradients[line][j] = g[product_of_pair(j)][number_of_pair(line, j)];
   }
   kept = lines_through_softmax<Tiles>(p, batch, stages, turn, first_own, first_key, keys, weights,

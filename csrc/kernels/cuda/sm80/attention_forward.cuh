@@ -129,11 +129,12 @@ QKV_DEVICE void modify_pairs(const Problem<float>& p, int64_t batch, int first_r
   }
 }
 
-/// s: scores -> weights, 0 where dropout takes them, of which the softmax's sums know nothing. out
-/// follows its maxima.
+/// s: scores -> weights, 0 where dropout takes them, of which the softmax's sums know nothing. What
+/// was summed before, out and sum_of_groups, follows its maxima.
 template <int kRowTiles, int kWidth>
 QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pairs<kRowTiles>& s,
-                             Softmax (&softmax)[kRowTiles][2], Sums<kRowTiles, kWidth>& out) {
+                             Softmax (&softmax)[kRowTiles][2], float (&sum_of_groups)[kRowTiles][2],
+                             Sums<kRowTiles, kWidth>& out) {
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
     float max[2], correction[2];
@@ -153,7 +154,10 @@ QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pai
       }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) correction[half] = softmax[t][half].raise_max(max[half]);
+    for (int half = 0; half < 2; ++half) {
+      correction[half] = softmax[t][half].raise_max(max[half]);
+      sum_of_groups[t][half] *= correction[half];
+    }
     // Once rows have met their larger scores, most tiles leave all of a warp's maxima as they are.
     if (device::ballot(correction[0] != 1.0f || correction[1] != 1.0f) != 0) {
 #pragma unroll
@@ -227,7 +231,8 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
     }
   }
 
-  Softmax softmax[kRowTiles][2];
+  Softmax softmax[kRowTiles][2];  // its sum is that of a group
+  float sum_of_groups[kRowTiles][2] = {};
   Sums<kRowTiles, kWidth> out;
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
@@ -264,10 +269,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
-      for (int i = 0; i < 4 * kTilesOfOthers; ++i) {
-        // The backward's scores have this rounding too, and take lse from here.
-        s[t][i / 4][i % 4] = device::rounded_product(p.scale, s[t][i / 4][i % 4]);
-      }
+      for (int i = 0; i < 4 * kTilesOfOthers; ++i) s[t][i / 4][i % 4] *= p.scale;
     }
     uint32_t kept[kRowTiles], stays[kRowTiles];
 #pragma unroll
@@ -277,7 +279,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
     } else if (partial) {
       cut_pairs<kRowTiles>(tile, first_row, n, keys, s, kept);
     }
-    weigh_scores<kRowTiles, kWidth>(drops_weights(p), stays, s, softmax, out);
+    weigh_scores<kRowTiles, kWidth>(drops_weights(p), stays, s, softmax, sum_of_groups, out);
     RoundedPairs<1, kRowTiles> weights;
     round_pairs<Element, 1, kRowTiles>(s, weights);
     device::wait_for_copies();
@@ -291,14 +293,23 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
                                                     out);
     }
   };
-  u.for_each_tile(p, any, masks, add_tile, [] {});
+  u.for_each_tile(p, any, masks, add_tile, [&] {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sum_of_groups[t][half] += softmax[t][half].sum;
+        softmax[t][half].sum = 0.0f;
+      }
+    }
+  });
 
   const ForwardResult<Element> result(task, u.batch);
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float max = softmax[t][half].max, sum = sum_of_lanes<4>(softmax[t][half].sum);
+      float max = softmax[t][half].max, sum = sum_of_lanes<4>(sum_of_groups[t][half]);
       const int r = first_row + t * kRowsOfProduct + row_of_number(2 * half);
       if (!tile.exists(r)) continue;
       const bool writes_scalars = u.chunk == 0 && lane() % 4 == 0;

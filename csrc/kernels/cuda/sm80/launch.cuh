@@ -21,12 +21,14 @@ int launch_forward(const ForwardTask<float>& task, void* stream) {
 }
 
 /// Rows of a tile make no difference to the bits: the larger ones read keys half as often, the
-/// smaller ones are there where the larger ones leave multiprocessors idle.
+/// smaller ones are there where the larger ones leave multiprocessors idle or do not fit.
 template <class Element, int kWidth, bool kQueryStays>
 int launch_forward(const ForwardTask<float>& task, void* stream) {
-  const int64_t large = RowUnit<ForwardShared<Element, 2, kWidth>::kRows, kWidth>::count(
-      task.forward.problem, output_columns(task), task.splits);
-  return large >= device::multiprocessors()
+  using Large = ForwardShared<Element, 2, kWidth>;
+  const Problem<float>& p = task.forward.problem;
+  const int64_t units = RowUnit<Large::kRows, kWidth>::count(p, output_columns(task), task.splits);
+  const bool fits = Large(nullptr, p.head_dim).memory.taken() <= device::most_shared_bytes(1);
+  return fits && units >= device::multiprocessors()
              ? launch_forward<Element, 2, kWidth, kQueryStays>(task, stream)
              : launch_forward<Element, 1, kWidth, kQueryStays>(task, stream);
 }

@@ -26,13 +26,6 @@ constexpr QKV_INLINE int bit_of_number(int n, int i) {
 
 QKV_DEVICE int other_of_pair(int j) { return j / 2 * 8 + column_of_number(j % 2); }
 
-/// tanh(x) to 2^-22, absolutely.
-QKV_DEVICE float absolute_tanh(float x) {
-  const float small = device::approximate_exp(-2.0f * fabsf(x));
-  const float size = (1.0f - small) / (1.0f + small);
-  return x < 0.0f ? -size : size;  // NaN stays
-}
-
 /// A line whose own side is row or key `own` of the tile.
 template <bool kOwnsKeys>
 class PairLine {
@@ -62,7 +55,7 @@ class PairLine {
     if (const float softcap = scores_.softcap(); softcap != 0.0f) {
 #pragma unroll
       for (int j = 0; j < kPairsOfLine; ++j) {
-        cap[j] = absolute_tanh(x[j] / softcap);
+        cap[j] = hyperbolic_tangent(x[j] / softcap);
         x[j] = softcap * cap[j];
       }
     }

@@ -17,7 +17,7 @@ extern template int run_backward<BFloat16>(const BackwardTask<float>&, void*);
 
 bool takes_forward(const Problem<float>& p) {
   constexpr int64_t kLeastKeys = 128, kMostHeadDim = 256;
-  return p.key_value_storage != Storage::kSame && p.keys >= kLeastKeys &&
+  return p.key_value_storage != Storage::kSame && p.keys >= kLeastKeys && p.head_dim > 0 &&
          p.head_dim <= kMostHeadDim && p.value_dim > 0 && rows_of_kv_head(p) > kMostFewRowsOfHead &&
          device::has_tensor_cores() &&
          ForwardShared<BFloat16, 1, 128>(nullptr, p.head_dim).memory.taken() <=
