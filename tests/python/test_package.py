@@ -22,6 +22,10 @@ def python(program: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
 
 
+# What is below the kernels for GPUs: CUDA, or its emulation.
+CUDA_LAYER = ("device.cuh", "tensor_cores.cuh")
+
+
 def test_kernels_include_no_torch():
     for path in (ROOT / "csrc" / "kernels").rglob("*.*"):
         for line in path.read_text().splitlines():
@@ -29,20 +33,21 @@ def test_kernels_include_no_torch():
                 allowed = r'#include ("kernels/|<(stdint|string|immintrin|arm_neon)\.h>)'
                 if path.name == "has_amx.h":  # asks the processor, and Linux
                     allowed = r"#include <(cpuid|sys/syscall|unistd)\.h>"
-                if path.name == "device.cuh":  # what is below the kernels: CUDA, or its emulation
+                if path.name in CUDA_LAYER:
                     allowed = (
-                        r'#include ("cuda_emulation/device\.h"|<(stdint|cuda_runtime_api)\.h>)'
+                        r'#include ("(kernels/|cuda_emulation/(device|tensor_cores)\.h")'
+                        r"|<(stdint|cuda_runtime_api)\.h>)"
                     )
                 assert re.match(allowed, line), f"{path}: {line}"
 
 
 def test_kernels_of_a_gpu_use_its_layer():
-    """What CUDA gives is used through device.cuh, which the emulated device has as well."""
+    """What CUDA gives is used through its layer, which the emulated device has as well."""
     for path in (ROOT / "csrc" / "kernels" / "cuda").rglob("*.cu*"):
-        if path.name == "device.cuh":
+        if path.name in CUDA_LAYER:
             continue
         found = re.findall(
-            r"threadIdx|blockIdx|__sync\w*|__shfl\w*|__shared__|<<<", path.read_text()
+            r"threadIdx|blockIdx|__sync\w*|__shfl\w*|__shared__|asm\b|<<<", path.read_text()
         )
         assert not found, f"{path}: {found}"
 
