@@ -106,6 +106,19 @@ struct KeyUnit {
 
   QKV_DEVICE KeyRange range() const { return {first_key, first_key + keys}; }
 
+  /// Whether some of the rows from first_row on see some of the keys, by the band.
+  template <class T>
+  QKV_DEVICE bool is_seen(const Problem<T>& p, int64_t first_row, int rows) const {
+    return !packed.keys_of_any(p, first_row, rows).intersection(range()).empty();
+  }
+
+  /// Whether not every pair with these rows is kept; partial as above.
+  template <class T>
+  QKV_DEVICE bool is_partial(const Problem<T>& p, int64_t first_row, int rows, bool masks) const {
+    return rows < kOthers || keys < kKeys || masks ||
+           !packed.keys_of_all(p, first_row, rows).contains(range());
+  }
+
   /// add(first, rows, partial) for each tile of kOthers rows of which some see some of the keys;
   /// partial and end() as above.
   template <class T, class Add, class End>
@@ -115,10 +128,8 @@ struct KeyUnit {
       const int64_t stop = end_of_group(first_row, packed.count);
       for (; first_row < stop; first_row += kOthers) {
         const int rows = at_most(kOthers, packed.count - first_row);
-        if (packed.keys_of_any(p, first_row, rows).intersection(range()).empty()) continue;
-        add(first_row, rows,
-            rows < kOthers || keys < kKeys || masks ||
-                !packed.keys_of_all(p, first_row, rows).contains(range()));
+        if (!is_seen(p, first_row, rows)) continue;
+        add(first_row, rows, is_partial(p, first_row, rows, masks));
       }
     }
   }

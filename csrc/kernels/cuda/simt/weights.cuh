@@ -18,6 +18,15 @@ QKV_DEVICE T scalar_of_row(const Problem<T>& p, const T* x, int64_t batch, const
   return device::load_global(x + head * p.queries + packed.query(row));
 }
 
+/// The lse from which a packed row's weights are computed. A row that keeps nothing, or only scores
+/// that overflowed, has lse = -inf: P = 0 with inf.
+template <class T>
+QKV_DEVICE T lse_of_row(const Problem<T>& p, const T* lse_of_rows, int64_t batch,
+                        const PackedRows& packed, int64_t row) {
+  const T x = scalar_of_row(p, lse_of_rows, batch, packed, row, infinity<T>());
+  return x == -infinity<T>() ? infinity<T>() : x;
+}
+
 /// The rows of a tile and their lse, in shared memory.
 template <class T>
 struct WeightRows {
@@ -38,9 +47,7 @@ struct WeightRows {
                        const Operands&... operands) const {
     tile.load<kRows>(p, packed, first, operands.offsets...);
     if (const int r = device::thread(); r < kRows) {
-      // A row that keeps nothing, or only scores that overflowed, has lse = -inf: P = 0 with inf.
-      const T x = scalar_of_row(p, lse_of_rows, batch, packed, first + r, infinity<T>());
-      device::store_shared(lse + r, x == -infinity<T>() ? infinity<T>() : x);
+      device::store_shared(lse + r, lse_of_row(p, lse_of_rows, batch, packed, first + r));
       device::store_shared(lse_rest + r,
                            scalar_of_row(p, rest_of_rows, batch, packed, first + r, T(0)));
     }

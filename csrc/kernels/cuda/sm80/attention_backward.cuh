@@ -218,7 +218,7 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
   table.template load<kOwnRows>(task, u.batch, u.packed, u.first_row, query, grad_out);
   device::barrier();
 
-  const int width = shared.step - 8, value_width = shared.value_step - 8;
+  const int width = shared.step - kPadOfRow, value_width = shared.value_step - kPadOfRow;
   const auto key = TileKeys<Element>::of_head(p, p.key, u.batch, u.kv_head);
   const auto value = TileKeys<Element>::of_head(p, p.value, u.batch, u.kv_head);
   const KeyRange any = u.keys_of_any(p);
@@ -304,7 +304,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
   const bool need_value = params.grad_value.data != nullptr && u.first_column < p.value_dim;
   if (!need_key && !need_value) return;
 
-  const int width = shared.step - 8, value_width = shared.value_step - 8;
+  const int width = shared.step - kPadOfRow, value_width = shared.value_step - kPadOfRow;
   const auto keys_of = [&](const Operand<const float>& x) {
     return TileKeys<Element>::of_head(p, x, u.batch, u.kv_head).tile(u.first_key, u.keys);
   };
@@ -317,7 +317,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
   const auto first_seeing_row = [&](int64_t first) {
     for (; first < u.packed.count; first += kOthers) {
       const int rows = at_most(kOthers, u.packed.count - first);
-      if (!u.packed.keys_of_any(p, first, rows).intersection(u.range()).empty()) break;
+      if (u.is_seen(p, first, rows)) break;
     }
     return first;
   };
@@ -341,13 +341,11 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
   };
   const auto load_numbers = [&](int64_t first) {
     const int64_t row = first + device::thread() % kOthers;
-    const auto of_row = [&](const float* x, float none) {
-      return scalar_of_row(p, x, u.batch, u.packed, row, none);
+    const auto of_row = [&](const float* x) {
+      return scalar_of_row(p, x, u.batch, u.packed, row, 0.0f);
     };
-    // A row that keeps nothing, or only scores that overflowed, has lse = -inf: P = 0 with inf.
-    const float lse = of_row(params.lse, infinity<float>());
-    return RowNumbers{lse == -infinity<float>() ? infinity<float>() : lse,
-                      of_row(params.lse_rest, 0.0f), of_row(task.delta, 0.0f)};
+    return RowNumbers{lse_of_row(p, params.lse, u.batch, u.packed, row), of_row(params.lse_rest),
+                      of_row(task.delta)};
   };
   const auto store_numbers = [&](int turn, const RowNumbers& x) {
     const int r = device::thread();
@@ -378,8 +376,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
     if (more && stages == 2) copy_rows_of(1 - turn);
     const RowNumbers next_numbers = load_numbers(next_row);
 
-    const bool partial = rows < kOthers || u.keys < kOwnRows || has_masks(p) ||
-                         !u.packed.keys_of_all(p, first_row, rows).contains(u.range());
+    const bool partial = u.is_partial(p, first_row, rows, has_masks(p));
     Element* query = shared.others_in(turn % stages);
     Element* grad_out = shared.other_values_in(turn % stages);
     Pairs<1> s, g;

@@ -205,7 +205,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
 
   const auto key = TileKeys<Element>::of_head(p, p.key, u.batch, u.kv_head);
   const auto value = TileKeys<Element>::of_head(p, p.value, u.batch, u.kv_head);
-  const int width = shared.step - 8, steps = width / kStepOfProduct;
+  const int width = shared.step - kPadOfRow, steps = width / kStepOfProduct;
   const auto copy_keys = [&](int64_t n) {
     copy_rows<kKeys, kWidth>(key.tile(n, at_most(kKeys, any.end - n)), 0, p.head_dim, width,
                              shared.keys, shared.step);

@@ -24,10 +24,14 @@ constexpr int kTilesOfOthers = kOthers / 8;
 constexpr int kRowsOfProduct = 16;
 constexpr int kStepOfProduct = 16;
 
-/// Numbers from one row of a tile in shared memory to the next: all that products take, and 8, with
-/// which the rows that ldmatrix reads at once lie in different banks.
+/// Numbers after each row of a tile in shared memory, with which the rows that ldmatrix reads at
+/// once lie in different banks.
+constexpr int kPadOfRow = 8;
+
+/// Numbers from one row to the next: all that products take, and those.
 constexpr QKV_INLINE int row_step(int64_t columns) {
-  return static_cast<int>((columns + kStepOfProduct - 1) / kStepOfProduct * kStepOfProduct) + 8;
+  return static_cast<int>((columns + kStepOfProduct - 1) / kStepOfProduct * kStepOfProduct) +
+         kPadOfRow;
 }
 
 QKV_DEVICE int lane() { return device::thread() % device::kWarp; }
