@@ -74,6 +74,38 @@ void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float (&c)[4
   }
 }
 
+/// Numbers of more bits than tf32 has are taken for NaN: what a device does with them is not known.
+inline void multiply_add(const float (&a)[4], float b0, float b1, float (&c)[4]) {
+  struct Fragments {
+    float a[4], b[2];
+  } own{{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const auto unless_more_bits = [](float& x) {
+    uint32_t word;
+    memcpy(&word, &x, sizeof(x));
+    if ((word & 0x1fff) != 0) x = NAN;
+  };
+  for (float& x : own.a) unless_more_bits(x);
+  for (float& x : own.b) unless_more_bits(x);
+  const detail::OfLanes<Fragments> lanes(own);
+  const int lane = thread() % kWarp;
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 8; ++k) {
+      c[i] +=
+          lanes[row % 8 * 4 + k % 4].a[row / 8 + k / 4 * 2] * lanes[column * 4 + k % 4].b[k / 4];
+    }
+  }
+}
+
+inline float rounded_to_tf32(float x) {
+  uint32_t word;
+  memcpy(&word, &x, sizeof(x));
+  if (std::isfinite(x)) word += 0x1000;
+  word &= 0xffffe000;
+  memcpy(&x, &word, sizeof(x));
+  return x;
+}
+
 template <class Element>
 uint32_t rounded_pair(float first, float second, const Element*) {
   return Element::rounded(first).bits | static_cast<uint32_t>(Element::rounded(second).bits) << 16;

@@ -17,6 +17,12 @@
 //     below
 //
 // So sums of one product, rounded, are the left side of the next, without a word between lanes.
+//
+//     C (16 x 8, float)  +=  A (16 x 8)  B (8 x 8)           floats of 11 bits, tf32
+//
+//     a[0]  row lane / 4, column lane % 4;   a[1] 8 rows below;   a[2] 4 columns to the right;
+//     a[3]  8 rows below and 4 columns to the right
+//     b0    column lane / 4, row lane % 4;   b1 4 rows below
 
 #if !defined(__CUDACC__)
 #include "cuda_emulation/tensor_cores.h"
@@ -42,6 +48,23 @@ QKV_DEVICE void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, f
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+QKV_DEVICE void multiply_add(const float (&a)[4], float b0, float b1, float (&c)[4]) {
+  const auto word = [](float x) { return __float_as_uint(x); };
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(word(a[0])), "r"(word(a[1])), "r"(word(a[2])), "r"(word(a[3])), "r"(word(b0)),
+        "r"(word(b1)));
+}
+
+/// The nearest number of tf32, and of two the one farther from 0.
+QKV_DEVICE float rounded_to_tf32(float x) {
+  uint32_t word;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
+  return __uint_as_float(word);
 }
 
 /// Both numbers rounded to the nearest Elements, as a word.

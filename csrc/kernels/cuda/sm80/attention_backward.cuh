@@ -4,8 +4,8 @@
 #include "kernels/cuda/sm80/pair_line.cuh"
 #include "kernels/cuda/sm80/result.cuh"
 
-// Backward attention of bfloat16 with tensor cores, as the kernels for any GPU have it: each number
-// of a gradient has one owner, P and dS are computed twice.
+// Backward attention with tensor cores, as the kernels for any GPU have it: each number of a
+// gradient has one owner, P and dS are computed twice.
 //
 //     P = exp(S - lse)     dP = R ∘ (dO Vᵀ)     dS = P ∘ (dP - delta)     dU = softcap' ∘ dS
 //
@@ -189,16 +189,23 @@ QKV_DEVICE void multiply_rows(const Element* own, const Element* others, int ste
   for (int k = 0; k < steps; ++k) multiply_step<Element, 1>(left, others, step, k, pairs);
 }
 
-/// sums += pairs, in two parts, · others. not_all: some pairs may not be kept.
+/// Pairs in two parts, as the left side of products with others of a type.
+QKV_DEVICE HalfPairs<BFloat16, 2, 1> in_two_parts(const Pairs<1>& pairs, const BFloat16*) {
+  return HalfPairs<BFloat16, 2, 1>(pairs);
+}
+QKV_DEVICE Tf32Pairs<1> in_two_parts(const Pairs<1>& pairs, const Float16*) {
+  return Tf32Pairs<1>(pairs);
+}
+
+/// sums += pairs · others. not_all: some pairs may not be kept.
 template <class Element, int kWidth>
 QKV_DEVICE void add_product(const Pairs<1>& pairs, bool not_all, uint32_t kept, Element* others,
                             int step, Sums<1, kWidth>& sums) {
-  RoundedPairs<2, 1> parts;
-  round_pairs<Element, 2, 1>(pairs, parts);
+  const auto parts = in_two_parts(pairs, others);
   if (not_all) {
-    multiply_kept_pairs<Element, 2, 1, kWidth>(parts, {kept}, others, step, sums);
+    multiply_kept_pairs<kWidth>(parts, {kept}, others, step, sums);
   } else {
-    multiply_pairs<Element, 2, 1, kWidth>(parts, others, step, sums);
+    multiply_pairs<kWidth>(parts, others, step, sums);
   }
 }
 

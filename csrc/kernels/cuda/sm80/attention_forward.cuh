@@ -280,17 +280,14 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
       cut_pairs<kRowTiles>(tile, first_row, n, keys, s, kept);
     }
     weigh_scores<kRowTiles, kWidth>(drops_weights(p), stays, s, softmax, sum_of_groups, out);
-    RoundedPairs<1, kRowTiles> weights;
-    round_pairs<Element, 1, kRowTiles>(s, weights);
+    const HalfPairs<Element, 1, kRowTiles> weights(s);
     device::wait_for_copies();
     device::barrier();  // V is there, and nobody reads this K
     if (n + kKeys < any.end) copy_keys(n + kKeys);
     if (partial) {
-      multiply_kept_pairs<Element, 1, kRowTiles, kWidth>(weights, kept, shared.values,
-                                                         Shared::kValueStep, out);
+      multiply_kept_pairs<kWidth>(weights, kept, shared.values, Shared::kValueStep, out);
     } else {
-      multiply_pairs<Element, 1, kRowTiles, kWidth>(weights, shared.values, Shared::kValueStep,
-                                                    out);
+      multiply_pairs<kWidth>(weights, shared.values, Shared::kValueStep, out);
     }
   };
   u.for_each_tile(p, any, masks, add_tile, [&] {

@@ -14,15 +14,9 @@
 
 namespace qkv::kernels::sm80 {
 
-constexpr int kPairsOfLine = 2 * kTilesOfOthers;
-
 /// Which number of which product pair j of a line is.
 constexpr QKV_INLINE int product_of_pair(int j) { return j / 2; }
 constexpr QKV_INLINE int number_of_pair(int half, int j) { return 2 * half + j % 2; }
-/// The bit of number i of product n among those of a tile.
-constexpr QKV_INLINE int bit_of_number(int n, int i) {
-  return i / 2 * kPairsOfLine + 2 * n + i % 2;
-}
 
 QKV_DEVICE int other_of_pair(int j) { return j / 2 * 8 + column_of_number(j % 2); }
 

@@ -37,50 +37,153 @@ QKV_DEVICE void multiply_step(const Left& left, const Element* others, int step,
   }
 }
 
-/// Pairs as the left sides of products of the second kind, 16 others at a time.
-template <int kParts, int kTiles>
-using RoundedPairs = uint32_t[kParts][kTiles][kOthers / kStepOfProduct][4];
+/// The right sides of kCount products of the second kind: product c has its 8 columns of the others
+/// in words 2 · (c % 2) and the next of c / 2.
+template <int kCount>
+using RightSides = uint32_t[kCount / 2][4];
 
-template <class Element, int kParts, int kTiles>
-QKV_DEVICE void round_pairs(const Pairs<kTiles>& pairs, RoundedPairs<kParts, kTiles>& rounded) {
-  const Element* type = nullptr;
+/// Pairs as left sides of products of the second kind, in kParts numbers of the others' type.
+template <class OthersElement, int kParts, int kPairTiles>
+class HalfPairs {
+ public:
+  using Element = OthersElement;
+  static constexpr int kTiles = kPairTiles;
+  /// Products between two of the same sums, which wait for each other.
+  static constexpr int kAtOnce = kParts == 1 ? 2 : 4;
+
+  explicit QKV_DEVICE HalfPairs(const Pairs<kTiles>& pairs) {
+    const Element* type = nullptr;
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
+    for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-    for (int n = 0; n < kTilesOfOthers; ++n) {
+      for (int n = 0; n < kTilesOfOthers; ++n) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float first = pairs[t][n][2 * half], second = pairs[t][n][2 * half + 1];
+        for (int half = 0; half < 2; ++half) {
+          float first = pairs[t][n][2 * half], second = pairs[t][n][2 * half + 1];
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          const uint32_t word = device::rounded_pair(first, second, type);
-          rounded[part][t][n / 2][n % 2 * 2 + half] = word;
-          first -= number_of_word<Element>(word, 0);
-          second -= number_of_word<Element>(word, 1);
+          for (int part = 0; part < kParts; ++part) {
+            const uint32_t word = device::rounded_pair(first, second, type);
+            words_[part][t][n / 2][n % 2 * 2 + half] = word;
+            first -= number_of_word<Element>(word, 0);
+            second -= number_of_word<Element>(word, 1);
+          }
         }
       }
     }
   }
-}
 
-/// sums += pairs · others, the first kWidth columns of their rows.
-template <class Element, int kParts, int kTiles, int kWidth>
-QKV_DEVICE void multiply_pairs(const RoundedPairs<kParts, kTiles>& pairs, const Element* others,
-                               int step, Sums<kTiles, kWidth>& sums) {
+  /// Number i of product n, as it is multiplied.
+  QKV_DEVICE float number(int t, int n, int i) const {
+    float x = 0.0f;
 #pragma unroll
-  for (int k = 0; k < kOthers / kStepOfProduct; ++k) {
+    for (int part = 0; part < kParts; ++part) {
+      x += number_of_word<Element>(words_[part][t][n / 2][n % 2 * 2 + i / 2], i % 2);
+    }
+    return x;
+  }
+
+  /// Those with 16 others.
+  class Step {
+   public:
+    QKV_DEVICE Step(const HalfPairs& pairs, int k) : pairs_(pairs), k_(k) {}
+
+    /// sums of kAtOnce products += those of tile t.
+    QKV_DEVICE void add(int t, const RightSides<kAtOnce>& b, float (*sums)[4]) const {
+      const Element* type = nullptr;
 #pragma unroll
-    for (int c = 0; c < kWidth / 8; c += 2) {
-      uint32_t b[4];
-      load_right_of_columns(others + k * kStepOfProduct * step + c * 8, step, b);
+      for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+        for (int c = 0; c < kAtOnce; ++c) {
+          const auto& columns = b[c / 2];
+          device::multiply_add(pairs_.words_[part][t][k_], columns[c % 2 * 2],
+                               columns[c % 2 * 2 + 1], sums[c], type);
+        }
+      }
+    }
+
+   private:
+    const HalfPairs& pairs_;
+    int k_;
+  };
+  QKV_DEVICE Step step(int k) const { return {*this, k}; }
+
+ private:
+  uint32_t words_[kParts][kTiles][kOthers / kStepOfProduct][4];
+};
+
+/// The same for others of float16, which has not the range of what is multiplied with them: in two
+/// numbers of tf32, and so are the others.
+template <int kPairTiles>
+class Tf32Pairs {
+ public:
+  using Element = Float16;
+  static constexpr int kTiles = kPairTiles;
+  static constexpr int kAtOnce = 4;
+
+  explicit QKV_DEVICE Tf32Pairs(const Pairs<kTiles>& pairs) : pairs_(pairs) {}
+
+  QKV_DEVICE float number(int t, int n, int i) const { return pairs_[t][n][i]; }
+
+  class Step {
+   public:
+    QKV_DEVICE Step(const Pairs<kTiles>& pairs, int k) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          device::multiply_add(pairs[part][t][k], b[0], b[1], sums[t][c], others);
-          device::multiply_add(pairs[part][t][k], b[2], b[3], sums[t][c + 1], others);
+        for (int i = 0; i < 8; ++i) {
+          // A product has 8 others, in any order. Numbers 0 and 1 of a row are of two in a row,
+          // and so are the halves of a right side's word: columns 0 and 1 of the left side.
+          const int n = i / 4, at = i % 4 / 2 + i % 2 * 2;
+          float rest = pairs[t][2 * k + n][i % 4];
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            parts_[part][t][n][at] = device::rounded_to_tf32(rest);
+            rest -= parts_[part][t][n][at];
+          }
         }
       }
+    }
+
+    QKV_DEVICE void add(int t, const RightSides<kAtOnce>& b, float (*sums)[4]) const {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+#pragma unroll
+          for (int c = 0; c < kAtOnce; ++c) {
+            const uint32_t others = b[c / 2][c % 2 * 2 + n];
+            device::multiply_add(parts_[part][t][n], number_of_word<Element>(others, 0),
+                                 number_of_word<Element>(others, 1), sums[c]);
+          }
+        }
+      }
+    }
+
+   private:
+    float parts_[2][kTiles][2][4];
+  };
+  QKV_DEVICE Step step(int k) const { return {pairs_, k}; }
+
+ private:
+  const Pairs<kTiles>& pairs_;
+};
+
+/// sums += pairs · others, the first kWidth columns of their rows.
+template <int kWidth, class Left>
+QKV_DEVICE void multiply_pairs(const Left& pairs, const typename Left::Element* others, int step,
+                               Sums<Left::kTiles, kWidth>& sums) {
+#pragma unroll
+  for (int k = 0; k < kOthers / kStepOfProduct; ++k) {
+    const auto left = pairs.step(k);
+#pragma unroll
+    for (int c = 0; c < kWidth / 8; c += Left::kAtOnce) {
+      RightSides<Left::kAtOnce> b;
+#pragma unroll
+      for (int i = 0; i < Left::kAtOnce / 2; ++i) {
+        load_right_of_columns(others + k * kStepOfProduct * step + (c + 2 * i) * 8, step, b[i]);
+      }
+#pragma unroll
+      for (int t = 0; t < Left::kTiles; ++t) left.add(t, b, &sums[t][c]);
     }
   }
 }
@@ -98,22 +201,19 @@ QKV_DEVICE void for_own_pieces(Element* others, int step, const F& f) {
 }
 
 /// What multiply_pairs adds for numbers that are infinite or NaN: to the sums of pairs that are
-/// kept, and to no other. kept: bits as pair_line.cuh has them.
-template <class Element, int kParts, int kTiles, int kWidth>
-QKV_DEVICE void add_non_finite(const RoundedPairs<kParts, kTiles>& pairs,
-                               const uint32_t (&kept)[kTiles], const Element* others, int step,
-                               Sums<kTiles, kWidth>& sums) {
-  constexpr int kWords = kTilesOfOthers * 2, kSums = kWidth / 8 * 4;
+/// kept, and to no other. kept: a bit for each, see bit_of_number.
+template <int kWidth, class Left>
+QKV_DEVICE void add_non_finite(const Left& pairs, const uint32_t (&kept)[Left::kTiles],
+                               const typename Left::Element* others, int step,
+                               Sums<Left::kTiles, kWidth>& sums) {
+  using Element = typename Left::Element;
+  constexpr int kNumbers = kTilesOfOthers * 4, kSums = kWidth / 8 * 4;
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
+  for (int t = 0; t < Left::kTiles; ++t) {
     // Not in registers, as loops that are not unrolled index them.
-    uint32_t words[kParts][kWords];
-    float added[kSums];
+    float numbers[kNumbers], added[kSums];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) words[part][i] = pairs[part][t][i / 4][i % 4];
-    }
+    for (int i = 0; i < kNumbers; ++i) numbers[i] = pairs.number(t, i / 4, i % 4);
 #pragma unroll 1
     for (int i = 0; i < kSums; ++i) added[i] = 0.0f;
 #pragma unroll 1
@@ -121,21 +221,16 @@ QKV_DEVICE void add_non_finite(const RoundedPairs<kParts, kTiles>& pairs,
       const int holder = lane() / 4 * 4 + other % 8 / 2, n = other / 8;
       const uint32_t kept_of_holder = device::shuffle(kept[t], holder);
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        float pair = 0.0f;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          const uint32_t word = device::shuffle(words[part][n * 2 + half], holder);
-          pair += number_of_word<Element>(word, other % 2);
-        }
-        if (!(kept_of_holder >> (half * 16 + n * 2 + other % 2) & 1)) continue;
+      for (int i = other % 2; i < 4; i += 2) {
+        const float pair = device::shuffle(numbers[n * 4 + i], holder);
+        if (!(kept_of_holder >> bit_of_number(n, i) & 1)) continue;
 #pragma unroll 1
-        for (int i = 0; i < kSums / 2; ++i) {
-          const int column = i / 2 * 8 + column_of_number(i % 2);
+        for (int j = 0; j < kSums / 2; ++j) {
+          const int column = j / 2 * 8 + column_of_number(j % 2);
           const uint32_t word = device::load_shared(
               reinterpret_cast<const uint32_t*>(others + other * step + column / 2 * 2));
-          if (half_is_finite<Element>(word, i % 2)) continue;
-          added[i / 2 * 4 + half * 2 + i % 2] += pair * number_of_word<Element>(word, i % 2);
+          if (half_is_finite<Element>(word, j % 2)) continue;
+          added[j / 2 * 4 + i / 2 * 2 + j % 2] += pair * number_of_word<Element>(word, j % 2);
         }
       }
     }
@@ -148,10 +243,11 @@ QKV_DEVICE void add_non_finite(const RoundedPairs<kParts, kTiles>& pairs,
 /// not kept, and 0: those must not meet. Numbers that are not finite are added one by one and 0 in
 /// shared memory afterwards, so that the bits of all other sums are the same. All threads of a
 /// block, with barriers.
-template <class Element, int kParts, int kTiles, int kWidth>
-QKV_DEVICE void multiply_kept_pairs(const RoundedPairs<kParts, kTiles>& pairs,
-                                    const uint32_t (&kept)[kTiles], Element* others, int step,
-                                    Sums<kTiles, kWidth>& sums) {
+template <int kWidth, class Left>
+QKV_DEVICE void multiply_kept_pairs(const Left& pairs, const uint32_t (&kept)[Left::kTiles],
+                                    typename Left::Element* others, int step,
+                                    Sums<Left::kTiles, kWidth>& sums) {
+  using Element = typename Left::Element;
   bool finite = true;
   for_own_pieces<kWidth>(others, step, [&](const uint32_t(&words)[4], uint32_t*) {
 #pragma unroll
@@ -161,7 +257,7 @@ QKV_DEVICE void multiply_kept_pairs(const RoundedPairs<kParts, kTiles>& pairs,
     }
   });
   if (device::barrier_or(!finite)) {
-    add_non_finite<Element, kParts, kTiles, kWidth>(pairs, kept, others, step, sums);
+    add_non_finite<kWidth>(pairs, kept, others, step, sums);
     device::barrier();
     for_own_pieces<kWidth>(others, step, [](uint32_t(&words)[4], uint32_t* at) {
 #pragma unroll
@@ -173,7 +269,7 @@ QKV_DEVICE void multiply_kept_pairs(const RoundedPairs<kParts, kTiles>& pairs,
     });
     device::barrier();
   }
-  multiply_pairs<Element, kParts, kTiles, kWidth>(pairs, others, step, sums);
+  multiply_pairs<kWidth>(pairs, others, step, sums);
 }
 
 }  // namespace qkv::kernels::sm80

@@ -14,6 +14,7 @@ extern template int run_forward<Float16>(const ForwardTask<float>&, void*);
 template <class Element>
 int run_backward(const BackwardTask<float>& task, void* stream);
 extern template int run_backward<BFloat16>(const BackwardTask<float>&, void*);
+extern template int run_backward<Float16>(const BackwardTask<float>&, void*);
 
 bool takes_forward(const Problem<float>& p) {
   constexpr int64_t kLeastKeys = 128, kMostHeadDim = 256;
@@ -32,14 +33,15 @@ int attention_forward(const ForwardTask<float>& task, void* stream) {
 
 bool takes_backward(const Problem<float>& p) {
   constexpr int64_t kMostValueDim = 256;
-  return takes_forward(p) && p.key_value_storage == Storage::kBFloat16 &&
-         p.value_dim <= kMostValueDim &&
+  return takes_forward(p) && p.value_dim <= kMostValueDim &&
          BackwardTiles<BFloat16, 128, true>(nullptr, p.head_dim, p.value_dim, 1).memory.taken() <=
              device::most_shared_bytes(1);
 }
 
 int attention_backward(const BackwardTask<float>& task, void* stream) {
-  return run_backward<BFloat16>(task, stream);
+  return task.backward.problem.key_value_storage == Storage::kBFloat16
+             ? run_backward<BFloat16>(task, stream)
+             : run_backward<Float16>(task, stream);
 }
 
 }  // namespace qkv::kernels::sm80

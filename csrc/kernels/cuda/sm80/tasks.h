@@ -2,8 +2,8 @@
 
 #include "kernels/cuda/simt/tasks.h"
 
-// The kernels for tensor cores, from sm_80 on, as the host calls them: of 16-bit types the forward,
-// of bfloat16 the backward. What they do not take is for the kernels for any GPU.
+// The kernels for tensor cores, from sm_80 on, as the host calls them: forward and backward of
+// 16-bit types. What they do not take is for the kernels for any GPU.
 
 namespace qkv::kernels::sm80 {
 
@@ -16,7 +16,7 @@ inline bool takes_forward(const Problem<double>&) { return false; }
 int attention_forward(const simt::ForwardTask<float>& task, void* stream);
 
 /// The same for the gradients of query, key and value, from the lse of that forward: their scores
-/// are its scores. Of float16 P and dS would need a scale of their own in each tile.
+/// are its scores.
 bool takes_backward(const Problem<float>& problem);
 inline bool takes_backward(const Problem<double>&) { return false; }
 

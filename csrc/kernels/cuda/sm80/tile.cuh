@@ -110,4 +110,11 @@ QKV_DEVICE void load_right_of_columns(const Element* rows, int step, uint32_t (&
 QKV_DEVICE int row_of_number(int i) { return lane() / 4 + i / 2 * 8; }
 QKV_DEVICE int column_of_number(int i) { return lane() % 4 * 2 + i % 2; }
 
+/// Pairs of a lane with the same own row or key, and the bit of number i of product n among those
+/// of both lines.
+constexpr int kPairsOfLine = 2 * kTilesOfOthers;
+constexpr QKV_INLINE int bit_of_number(int n, int i) {
+  return i / 2 * kPairsOfLine + 2 * n + i % 2;
+}
+
 }  // namespace qkv::kernels::sm80
