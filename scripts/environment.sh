@@ -18,6 +18,8 @@ if [ -n "${QKV_PYTHON:-}" ]; then
   export QKV_PYTHON
 fi
 PYTHON=${QKV_PYTHON:-$PWD/.venv/bin/python}
+# Or each of many programs compiles the Python of torch anew, which takes it up to ten seconds.
+unset PYTHONDONTWRITEBYTECODE
 
 # python_in_caller PROGRAM ARGUMENT..   ends the script with it
 python_in_caller() {
