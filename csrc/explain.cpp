@@ -19,8 +19,9 @@ bool has_sizes(const Operands& x) {
   return are_numbers(x.query) && are_numbers(x.key) && are_numbers(x.value);
 }
 
-/// Whether kernels multiply operands in 16 bits as such, where the processor or the GPU can and
-/// sums are long enough for roundings to average out; else float32 converted from them.
+/// Whether kernels multiply operands in 16 bits as such (with gradients a GPU's float16 as tf32),
+/// where the processor or the GPU can and sums are long enough for roundings to average out; else
+/// float32 converted from them.
 struct MultipliesIn16Bits {
   bool forward = false, backward = false, second_order = false;
 

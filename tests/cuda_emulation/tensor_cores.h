@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cmath>
+
 #include "cuda_emulation/device.h"
 
 // kernels/cuda/tensor_cores.cuh on the emulated device, where each is described. A lane's part of a
@@ -50,6 +52,17 @@ float number_of(uint32_t word, int i) {
   return Element{static_cast<uint16_t>(word >> 16 * i)};
 }
 
+/// What float32 has no room for is cut off, as tensor cores do it.
+inline float cut_off(double x) {
+  float y = static_cast<float>(x);
+  if (std::fabs(static_cast<double>(y)) <= std::fabs(x) || !std::isfinite(x)) return y;
+  uint32_t word;
+  memcpy(&word, &y, sizeof(y));
+  --word;
+  memcpy(&y, &word, sizeof(y));
+  return y;
+}
+
 }  // namespace detail
 
 template <class Element>
@@ -66,11 +79,13 @@ void multiply_add(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, float (&c)[4
   const int lane = thread() % kWarp;
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    double sum = c[i];
     for (int k = 0; k < 16; ++k) {
       const int beside = k % 8 / 2;
-      c[i] += lanes[row % 8 * 4 + beside].a[row / 8 + k / 8 * 2][k % 2] *
-              lanes[column * 4 + beside].b[k / 8][k % 2];
+      sum += static_cast<double>(lanes[row % 8 * 4 + beside].a[row / 8 + k / 8 * 2][k % 2]) *
+             lanes[column * 4 + beside].b[k / 8][k % 2];
     }
+    c[i] = detail::cut_off(sum);
   }
 }
 
@@ -90,10 +105,12 @@ inline void multiply_add(const float (&a)[4], float b0, float b1, float (&c)[4])
   const int lane = thread() % kWarp;
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    double sum = c[i];
     for (int k = 0; k < 8; ++k) {
-      c[i] +=
-          lanes[row % 8 * 4 + k % 4].a[row / 8 + k / 4 * 2] * lanes[column * 4 + k % 4].b[k / 4];
+      sum += static_cast<double>(lanes[row % 8 * 4 + k % 4].a[row / 8 + k / 4 * 2]) *
+             lanes[column * 4 + k % 4].b[k / 4];
     }
+    c[i] = detail::cut_off(sum);
   }
 }
 

@@ -245,6 +245,33 @@ TEST_F(TensorCores, GradientsOfFloat16HaveTheRangeOfFloat32Within) {
   }
 }
 
+/// Of one sign and 16384 others: sums that products cut off, each by a little, are taken in groups.
+TEST_F(TensorCores, ErrorsOfLongGradientsDoNotGrow) {
+  const auto check = [](qkv::Operands x, int64_t heads, const std::vector<size_t>& which) {
+    x.query = x.query.narrow(1, 0, heads);
+    x.key = x.value = x.key.narrow(1, 0, 1);  // so that sums for the query do not cancel
+    const auto gradients = [&](torch::ScalarType type, const auto& attention) {
+      qkv::Operands y = converted(x, torch::kHalf);
+      for (Tensor* operand : {&y.query, &y.key, &y.value}) *operand = operand->abs().to(type);
+      const auto incoming = Incoming(y).out.abs().to(torch::kHalf).to(type);
+      std::vector<Tensor> leaves;
+      for (const size_t i : which) {
+        leaves.push_back((i == 0 ? y.query : i == 1 ? y.key : y.value).requires_grad_());
+      }
+      return torch::autograd::grad({std::get<0>(attention(y))}, leaves, {incoming});
+    };
+    const auto reference = [](const qkv::Operands& y) { return qkv::reference::attention(y); };
+    const auto found = gradients(torch::kHalf, forward);
+    const auto wanted = gradients(torch::kDouble, reference);
+    for (size_t i = 0; i < which.size(); ++i) {
+      EXPECT_LE(error(found[i], wanted[i]), 1.03 * error(wanted[i].to(torch::kHalf), wanted[i]))
+          << "gradient " << which[i];
+    }
+  };
+  check(plain(17, 16384, 16, 16), 1, {0});
+  check(plain(8192, 128, 16, 16), 2, {1, 2});
+}
+
 /// Gradients that come for rows reach the keys that these keep, and no other.
 TEST_F(TensorCores, AnIncomingNanReachesWhatItsRowKeeps) {
   for (const auto type : {torch::kBFloat16, torch::kHalf}) {

@@ -189,7 +189,7 @@ QKV_DEVICE void multiply_rows(const Element* own, const Element* others, int ste
   for (int k = 0; k < steps; ++k) multiply_step<Element, 1>(left, others, step, k, pairs);
 }
 
-/// Pairs in two parts, as the left side of products with others of a type.
+/// Pairs in two parts, as the left side of products with others of a type. It may refer to them.
 QKV_DEVICE HalfPairs<BFloat16, 2, 1> in_two_parts(const Pairs<1>& pairs, const BFloat16*) {
   return HalfPairs<BFloat16, 2, 1>(pairs);
 }
@@ -243,9 +243,12 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
   int stage = 0;
 
   const int first_own = warp() * kRowsOfProduct;
+  // Of a group of tiles, and of all.
   Sums<1, kWidth> grad;
+  volatile Sums<1, kWidth> grad_of_all = {};
   set_to_zero(grad[0]);
   float slope_gradient[2] = {};
+  volatile float slope_gradient_of_all[2] = {};
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     device::wait_for_copies();
     device::barrier();  // this tile is there, and nobody reads the one before
@@ -267,21 +270,24 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
       copy_keys(n + kOthers, 0);
     }
   };
-  u.for_each_tile(p, any, has_masks(p), add_tile, [] {});
+  u.for_each_tile(p, any, has_masks(p), add_tile, [&] {
+    end_group(grad[0], grad_of_all[0]);
+    end_group(slope_gradient, slope_gradient_of_all);
+  });
   device::wait_for_copies();
 
   Element* grad_query = batch_of<Element>(p, params.grad_query, u.batch);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int r = first_own + row_of_number(2 * half);
-    const float sum = sum_of_lanes<4>(slope_gradient[half]);
+    const float sum = sum_of_lanes<4>(slope_gradient_of_all[half]);
     if (r >= u.rows) continue;
     if (params.slope_gradient_of_rows != nullptr && u.chunk == 0 && lane() % 4 == 0) {
       device::store_global(params.slope_gradient_of_rows + table.tile.scalar(p, u.batch, r), sum);
     }
     if (params.grad_query.data == nullptr) continue;
     write_row<kWidth, false, Element>(
-        grad[0], half, p.scale, u.first_column, p.head_dim,
+        grad_of_all[0], half, p.scale, u.first_column, p.head_dim,
         {table.tile.row(grad_query, params.grad_query, r), params.grad_query.column_stride});
   }
 }
@@ -364,6 +370,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
 
   const int first_own = warp() * kRowsOfProduct;
   Sums<1, kWidth> grad_key, grad_value;
+  volatile Sums<1, kWidth> grad_key_of_all = {}, grad_value_of_all = {};
   set_to_zero(grad_key[0]);
   set_to_zero(grad_value[0]);
   int turn = 0;
@@ -404,13 +411,17 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
       device::barrier();
       copy_rows_of(1 - turn);
     }
+    if (next_row >= end_of_group(first_row, u.packed.count)) {
+      end_group(grad_key[0], grad_key_of_all[0]);
+      end_group(grad_value[0], grad_value_of_all[0]);
+    }
     turn = 1 - turn;
     first_row = next_row;
   }
   device::wait_for_copies();
 
   const auto write = [&](const Operand<float>& grad, int64_t columns, float factor,
-                         const Sums<1, kWidth>& sums) {
+                         const volatile Sums<1, kWidth>& sums) {
     Element* of_head = batch_of<Element>(p, grad, u.batch) + u.kv_head * grad.head_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -421,8 +432,8 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
           {of_head + (u.first_key + k) * grad.row_stride, grad.column_stride});
     }
   };
-  if (need_key) write(params.grad_key, p.head_dim, p.scale, grad_key);
-  if (need_value) write(params.grad_value, p.value_dim, 1.0f, grad_value);
+  if (need_key) write(params.grad_key, p.head_dim, p.scale, grad_key_of_all);
+  if (need_value) write(params.grad_value, p.value_dim, 1.0f, grad_value_of_all);
 }
 
 template <class Element, int kWidth>

@@ -130,11 +130,10 @@ QKV_DEVICE void modify_pairs(const Problem<float>& p, int64_t batch, int first_r
 }
 
 /// s: scores -> weights, 0 where dropout takes them, of which the softmax's sums know nothing. What
-/// was summed before, out and sum_of_groups, follows its maxima.
+/// the group's sums, out, had before follows its maxima.
 template <int kRowTiles, int kWidth>
 QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pairs<kRowTiles>& s,
-                             Softmax (&softmax)[kRowTiles][2], float (&sum_of_groups)[kRowTiles][2],
-                             Sums<kRowTiles, kWidth>& out) {
+                             Softmax (&softmax)[kRowTiles][2], Sums<kRowTiles, kWidth>& out) {
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
     float max[2], correction[2];
@@ -156,7 +155,6 @@ QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pai
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       correction[half] = softmax[t][half].raise_max(max[half]);
-      sum_of_groups[t][half] *= correction[half];
     }
     // Once rows have met their larger scores, most tiles leave all of a warp's maxima as they are.
     if (device::ballot(correction[0] != 1.0f || correction[1] != 1.0f) != 0) {
@@ -231,13 +229,17 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
     }
   }
 
-  Softmax softmax[kRowTiles][2];  // its sum is that of a group
-  float sum_of_groups[kRowTiles][2] = {};
+  // Sums of a group of tiles, and of all.
+  Softmax softmax[kRowTiles][2], softmax_of_all[kRowTiles][2];
   Sums<kRowTiles, kWidth> out;
+  volatile Sums<kRowTiles, kWidth> out_of_all = {};
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
-    softmax[t][0].clear();
-    softmax[t][1].clear();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      softmax[t][half].clear();
+      softmax_of_all[t][half].clear();
+    }
     set_to_zero(out[t]);
   }
 
@@ -279,7 +281,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
     } else if (partial) {
       cut_pairs<kRowTiles>(tile, first_row, n, keys, s, kept);
     }
-    weigh_scores<kRowTiles, kWidth>(drops_weights(p), stays, s, softmax, sum_of_groups, out);
+    weigh_scores<kRowTiles, kWidth>(drops_weights(p), stays, s, softmax, out);
     const HalfPairs<Element, 1, kRowTiles> weights(s);
     device::wait_for_copies();
     device::barrier();  // V is there, and nobody reads this K
@@ -295,9 +297,19 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
     for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        sum_of_groups[t][half] += softmax[t][half].sum;
+        Softmax& all = softmax_of_all[t][half];
+        const float correction = all.raise_max(softmax[t][half].max);
+        all.sum += softmax[t][half].sum;
         softmax[t][half].sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < kWidth / 8; ++c) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            out_of_all[t][c][i] = out_of_all[t][c][i] * correction;
+          }
+        }
       }
+      end_group(out[t], out_of_all[t]);
     }
   });
 
@@ -306,7 +318,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
   for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float max = softmax[t][half].max, sum = sum_of_lanes<4>(sum_of_groups[t][half]);
+      float max = softmax_of_all[t][half].max, sum = sum_of_lanes<4>(softmax_of_all[t][half].sum);
       const int r = first_row + t * kRowsOfProduct + row_of_number(2 * half);
       if (!tile.exists(r)) continue;
       const bool writes_scalars = u.chunk == 0 && lane() % 4 == 0;
@@ -317,7 +329,9 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
 #pragma unroll
         for (int i = 0; i < kWidth / 4; ++i) {
           const int64_t column = u.first_column + i / 2 * 8 + column_of_number(i % 2);
-          if (column < columns) device::store_global(row + column, out[t][i / 2][2 * half + i % 2]);
+          if (column < columns) {
+            device::store_global(row + column, out_of_all[t][i / 2][2 * half + i % 2]);
+          }
         }
         if (writes_scalars) {
           device::store_global(row + p.value_dim, max);
@@ -328,7 +342,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
       const bool has_keys = sum != 0.0f;
       const float normaliser = result.finish(head, max, sum);
       write_row<kWidth, true, Element>(
-          out[t], half, normaliser, u.first_column, columns,
+          out_of_all[t], half, normaliser, u.first_column, columns,
           {result.out_row(head, i_query), task.forward.out.column_stride},
           {result.rest_row(head, i_query), task.out_rest.column_stride});
       if (writes_scalars) result.write_lse(head, i_query, max, sum, has_keys);

@@ -5,8 +5,9 @@
 // Products of tiles by warps. Of the first kind are those whose sums are pairs (own, other), like
 // S = Q Kᵀ: both sides are rows of tiles in shared memory, along whose columns they are summed.
 // Those of the second kind multiply such pairs with the rows of the others, like P V: pairs are
-// rounded to 16 bits where they are, in one part, or in two, of which the second is what rounding
-// took from the first.
+// rounded where they are, in one part, or in two, of which the second is what rounding
+// took from the first. (Tensor cores cut off what float32 has no room for, so that errors of sums
+// do not average out: long ones are taken in groups.)
 
 namespace qkv::kernels::sm80 {
 
@@ -37,8 +38,8 @@ QKV_DEVICE void multiply_step(const Left& left, const Element* others, int step,
   }
 }
 
-/// The right sides of kCount products of the second kind: product c has its 8 columns of the others
-/// in words 2 · (c % 2) and the next of c / 2.
+/// The right sides of kCount products of the second kind: product c has 8 columns of 16 others in
+/// words 2 · (c % 2), the first 8, and the next of c / 2.
 template <int kCount>
 using RightSides = uint32_t[kCount / 2][4];
 
@@ -48,7 +49,7 @@ class HalfPairs {
  public:
   using Element = OthersElement;
   static constexpr int kTiles = kPairTiles;
-  /// Products between two of the same sums, which wait for each other.
+  /// Products that take turns, as two with the same sums wait for each other.
   static constexpr int kAtOnce = kParts == 1 ? 2 : 4;
 
   explicit QKV_DEVICE HalfPairs(const Pairs<kTiles>& pairs) {
@@ -111,8 +112,8 @@ class HalfPairs {
   uint32_t words_[kParts][kTiles][kOthers / kStepOfProduct][4];
 };
 
-/// The same for others of float16, which has not the range of what is multiplied with them: in two
-/// numbers of tf32, and so are the others.
+/// The same in two numbers of tf32, beside others of float16, which are numbers of tf32 as well:
+/// that has float32's range, which pairs may need. Refers to the pairs.
 template <int kPairTiles>
 class Tf32Pairs {
  public:
@@ -131,8 +132,8 @@ class Tf32Pairs {
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          // A product has 8 others, in any order. Numbers 0 and 1 of a row are of two in a row,
-          // and so are the halves of a right side's word: columns 0 and 1 of the left side.
+          // A product has 8 others, in any order: column c of the left side is other 2 · c for
+          // c < 4, else 2 · (c - 4) + 1, as a lane has its pairs, and a word its halves.
           const int n = i / 4, at = i % 4 / 2 + i % 2 * 2;
           float rest = pairs[t][2 * k + n][i % 4];
 #pragma unroll
@@ -172,6 +173,7 @@ class Tf32Pairs {
 template <int kWidth, class Left>
 QKV_DEVICE void multiply_pairs(const Left& pairs, const typename Left::Element* others, int step,
                                Sums<Left::kTiles, kWidth>& sums) {
+  static_assert(kWidth / 8 % Left::kAtOnce == 0 && Left::kAtOnce % 2 == 0);
 #pragma unroll
   for (int k = 0; k < kOthers / kStepOfProduct; ++k) {
     const auto left = pairs.step(k);

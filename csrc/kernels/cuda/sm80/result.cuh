@@ -20,9 +20,9 @@ struct ResultRow {
 /// Writes factor · sums of a row, of which a lane has two numbers in each 8: columns first_column
 /// ..
 /// + kWidth of the `columns` that there are. With kRests what rounding took goes to another row.
-template <int kWidth, bool kRests, class Element>
-QKV_DEVICE void write_row(const float (&sums)[kWidth / 8][4], int half, float factor,
-                          int64_t first_column, int64_t columns, const ResultRow<Element>& row,
+template <int kWidth, bool kRests, class Element, class Sum>
+QKV_DEVICE void write_row(Sum (&sums)[kWidth / 8][4], int half, float factor, int64_t first_column,
+                          int64_t columns, const ResultRow<Element>& row,
                           const ResultRow<Element>& rests = {}) {
   const Element* type = nullptr;
   const int64_t first = first_column + column_of_number(0);
