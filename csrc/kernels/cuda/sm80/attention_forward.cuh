@@ -129,8 +129,8 @@ QKV_DEVICE void modify_pairs(const Problem<float>& p, int64_t batch, int first_r
   }
 }
 
-/// s: scores -> weights, 0 where dropout takes them, of which the softmax's sums know nothing. What
-/// the group's sums, out, had before follows its maxima.
+/// s: scores -> weights, 0 where dropout takes them, of which the softmax's sums know nothing. The
+/// group's sums so far, out, follow its maxima.
 template <int kRowTiles, int kWidth>
 QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pairs<kRowTiles>& s,
                              Softmax (&softmax)[kRowTiles][2], Sums<kRowTiles, kWidth>& out) {

@@ -5,9 +5,9 @@
 // Products of tiles by warps. Of the first kind are those whose sums are pairs (own, other), like
 // S = Q Kᵀ: both sides are rows of tiles in shared memory, along whose columns they are summed.
 // Those of the second kind multiply such pairs with the rows of the others, like P V: pairs are
-// rounded where they are, in one part, or in two, of which the second is what rounding
-// took from the first. (Tensor cores cut off what float32 has no room for, so that errors of sums
-// do not average out: long ones are taken in groups.)
+// rounded where they are, in one part, or in two, of which the second is what rounding took from
+// the first. (Tensor cores cut off what float32 has no room for, so that errors of sums do not
+// average out: long ones are taken in groups.)
 
 namespace qkv::kernels::sm80 {
 

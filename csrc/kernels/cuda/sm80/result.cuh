@@ -17,9 +17,9 @@ struct ResultRow {
   }
 };
 
-/// Writes factor · sums of a row, of which a lane has two numbers in each 8: columns first_column
-/// ..
-/// + kWidth of the `columns` that there are. With kRests what rounding took goes to another row.
+/// Writes factor · sums of a row, of which a lane has two numbers in each 8: kWidth columns from
+/// first_column on, of the `columns` that there are. With kRests what rounding took goes to another
+/// row.
 template <int kWidth, bool kRests, class Element, class Sum>
 QKV_DEVICE void write_row(Sum (&sums)[kWidth / 8][4], int half, float factor, int64_t first_column,
                           int64_t columns, const ResultRow<Element>& row,
