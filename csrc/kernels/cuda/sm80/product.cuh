@@ -38,8 +38,8 @@ QKV_DEVICE void multiply_step(const Left& left, const Element* others, int step,
   }
 }
 
-/// The right sides of kCount products of the second kind: product c has 8 columns of 16 others in
-/// words 2 · (c % 2), the first 8, and the next of c / 2.
+/// The right sides of kCount products of the second kind, 8 columns of 16 others each: of product c
+/// word 2 · (c % 2) of c / 2 is of the first 8 others, the next word of the last 8.
 template <int kCount>
 using RightSides = uint32_t[kCount / 2][4];
 
