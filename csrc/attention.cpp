@@ -8,6 +8,7 @@
 #include <iostream>
 #include <limits>
 
+#include "autocast/cast.h"
 #include "environment.h"
 #include "explain.h"
 #include "internal_op.h"
@@ -65,15 +66,23 @@ std::string explain_composite(const Arguments& arguments) {
   return description("qkv::explain", call);
 }
 
+/// vmap's keys come before autocast's. After the kernel of autocast's key, that is off.
+template <auto kComposite>
+auto after_autocast(const Arguments& a) {
+  const bool is_on = a.query.defined() && autocast::is_on(a.query.device().type());
+  return is_on ? autocast::call(a.query.device().type(), a, kComposite) : kComposite(a);
+}
+
 // FuncTorchBatchedDecomposition: without it, vmap would loop over the batch. FuncTorchVmapMode: so
 // that vmap's rules of randomness hold for the seed even if no argument is mapped.
-#define QKV_REGISTER_COMPOSITE(key)                                                          \
-  TORCH_LIBRARY_IMPL(qkv, key, m) {                                                          \
-    m.impl("attention", &AttentionOp<Tensor>::kernel<&attention_composite>);                 \
-    m.impl("attention_with_lse",                                                             \
-           &AttentionOp<std::tuple<Tensor, Tensor>>::kernel<&attention_with_lse_composite>); \
-    m.impl("attention_weights", &AttentionWeightsOp::kernel<&attention_weights_composite>);  \
-    m.impl("explain", &AttentionOp<std::string>::kernel<&explain_composite>);                \
+#define QKV_REGISTER_COMPOSITE(key)                                                            \
+  TORCH_LIBRARY_IMPL(qkv, key, m) {                                                            \
+    m.impl("attention", &AttentionOp<Tensor>::kernel<&after_autocast<&attention_composite>>);  \
+    m.impl("attention_with_lse", &AttentionOp<std::tuple<Tensor, Tensor>>::kernel<             \
+                                     &after_autocast<&attention_with_lse_composite>>);         \
+    m.impl("attention_weights",                                                                \
+           &AttentionWeightsOp::kernel<&after_autocast<&attention_weights_composite>>);        \
+    m.impl("explain", &AttentionOp<std::string>::kernel<&after_autocast<&explain_composite>>); \
   }
 
 QKV_REGISTER_COMPOSITE(CompositeImplicitAutograd)

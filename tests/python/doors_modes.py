@@ -60,6 +60,21 @@ def autocast_cpu(x) -> None:
     else:
         _autocast(x, "cpu", x.tensors(dtype=torch.float32))
         _gradients_keep_their_dtypes(x)
+        _autocast_under_vmap(x)
+
+
+def _autocast_under_vmap(x: Operator) -> None:
+    """vmap's kernels come before autocast's."""
+    tensors = {**x.tensors(dtype=torch.float32)}
+    tensors["key"] = tensors["key"].bfloat16()
+    mapped = {n: torch.stack([t, t]) for n, t in tensors.items()}
+    attend = torch.vmap(lambda tensors: x(**tensors), randomness="same")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for found, alone in zip(attend(mapped), x(**tensors), strict=True):
+            assert found.dtype == alone.dtype
+            torch.testing.assert_close(found[1], alone)
+        with torch.autocast("cpu", enabled=False), pytest.raises(TypeError, match="one dtype"):
+            attend(mapped)
 
 
 def _gradients_keep_their_dtypes(x: Operator) -> None:
