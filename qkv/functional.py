@@ -55,7 +55,9 @@ def attention(
     in reverse and forward mode. (FlashAttention-2, arXiv:2307.08691.)
 
     Letters: B.. batch dimensions (any number, also none), Hq query heads, Hkv key/value heads,
-    M queries, N keys, D head dim of query and key, Dv head dim of value.
+    M queries, N keys, D head dim of query and key, Dv head dim of value. One query head beside
+    several of the key is broadcast to as many: Hq is their number then. So are key and value, one
+    head to the other's.
 
     Args:
         query: (B.., Hq, M, D), (Hq, M, D) or (M, D); float64, float32, bfloat16 or float16; any
@@ -66,7 +68,8 @@ def attention(
         attn_mask: broadcasts to (B.., Hq, M, N). bool: True = may attend. Float (query's dtype or
             float32): added to the scores, -inf = may not attend; gets a gradient if it requires
             one.
-        dropout_p: probability of setting a weight to zero; the others grow by 1 / (1 - dropout_p).
+        dropout_p: probability of setting a weight to zero, rounded to a multiple of 2^-16; the
+            others grow by 1 / (1 - dropout_p).
         is_causal: query i attends to keys j <= i + query_offset only.
         scale: factor on the scores, 1/sqrt(D) by default.
         enable_gqa: query head h uses key/value head h // (Hq // Hkv).

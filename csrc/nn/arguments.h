@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/Tensor.h>
 #include <qkv/attention.h>
 
@@ -13,13 +14,31 @@ inline std::optional<at::Tensor> given(const at::Tensor& x) {
   return x.defined() ? std::optional(x) : std::nullopt;
 }
 
-/// True = padding, as modules have it, to true = may be attended to, as the operator has it.
-inline std::optional<at::Tensor> key_mask_of(const char* module, const at::Tensor& padding) {
+/// True = padding, as modules have it, to true = may be attended to, as the operator has it, which
+/// would broadcast what is meant for one key. The keys (.., rows, width) come after `cached` ones.
+inline std::optional<at::Tensor> key_mask_of(const char* module, const at::Tensor& padding,
+                                             const at::Tensor& keys, int64_t cached = 0) {
   if (!padding.defined()) return std::nullopt;
   TORCH_CHECK_TYPE(padding.scalar_type() == at::kBool, module,
                    ": key_padding_mask must be bool (true = padding), but is ",
                    dtype_name(padding.scalar_type()));
+  if (keys.defined() && keys.dim() >= 2) {  // else the operator says that they are no rows
+    const int64_t count = cached + keys.size(-2);
+    TORCH_CHECK_VALUE(padding.dim() >= 1 && padding.size(-1) == count, module,
+                      ": key_padding_mask must be (B.., N=", count, "), cached keys included, ",
+                      "but has shape ", padding.sizes());
+  }
   return padding.logical_not();
+}
+
+/// Of a module with one head, whose masks have no dimension for it.
+inline void check_mask_of_one_head(const char* module, const at::Tensor& mask,
+                                   const at::Tensor& input) {
+  auto full = input.sizes().vec();
+  full.back() = input.size(-2);
+  TORCH_CHECK_VALUE(at::is_expandable_to(mask.sizes(), full), module,
+                    ": attn_mask must broadcast to (B.., T, T) = ", at::IntArrayRef(full),
+                    ", but has shape ", mask.sizes());
 }
 
 inline void check_rows(const char* module, const char* name, const at::Tensor& x,

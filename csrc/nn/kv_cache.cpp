@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "dtype_name.h"
 
 namespace qkv::nn {
 
@@ -58,8 +59,8 @@ std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
   check_rows_of_numbers("qkv::KVCache", "value", value);
   TORCH_CHECK_VALUE(key.scalar_type() == value.scalar_type() && key.device() == value.device(),
                     "qkv::KVCache: key and value must have one dtype and one device, but are ",
-                    key.scalar_type(), " on ", key.device(), " and ", value.scalar_type(), " on ",
-                    value.device());
+                    dtype_name(key.scalar_type()), " on ", key.device(), " and ",
+                    dtype_name(value.scalar_type()), " on ", value.device());
   TORCH_CHECK_VALUE(
       key.dim() >= 2 && value.dim() >= 2 && all_sizes_but_width(key) == all_sizes_but_width(value),
       "qkv::KVCache: key and value must be (.., new keys, width), of the same sizes "
@@ -77,7 +78,7 @@ std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
   };
   if (!fits(key_, key) || !fits(value_, value)) {
     const auto kind = [](const at::Tensor& x) {
-      return c10::str(x.scalar_type(), ' ', x.sizes(), " on ", x.device());
+      return c10::str(dtype_name(x.scalar_type()), ' ', x.sizes(), " on ", x.device());
     };
     if (length_ > 0) {
       const auto [cached_key, cached_value] = cached();

@@ -125,7 +125,8 @@ MultiheadAttentionImpl::Projected MultiheadAttentionImpl::project(
 
   Projected p;
   p.options.attn_mask(given(attn_mask))
-      .key_mask(key_mask_of(kMultiheadAttention, key_padding_mask))
+      .key_mask(
+          key_mask_of(kMultiheadAttention, key_padding_mask, keys, cache ? cache->length() : 0))
       .is_causal(options.causal())
       .enable_gqa(true);
   p.query = split_heads(w_q(query), options.num_heads());

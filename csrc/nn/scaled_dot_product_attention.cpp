@@ -9,11 +9,11 @@ namespace {
 constexpr const char* kScaledDotProductAttention = "qkv::nn::ScaledDotProductAttention";
 
 AttentionOptions attention_options(const ScaledDotProductAttentionImpl& module,
-                                   const at::Tensor& attn_mask,
+                                   const at::Tensor& keys, const at::Tensor& attn_mask,
                                    const at::Tensor& key_padding_mask) {
   return AttentionOptions()
       .attn_mask(given(attn_mask))
-      .key_mask(key_mask_of(kScaledDotProductAttention, key_padding_mask))
+      .key_mask(key_mask_of(kScaledDotProductAttention, key_padding_mask, keys))
       .is_causal(module.options.causal())
       .scale(module.options.scale());
 }
@@ -43,16 +43,17 @@ at::Tensor ScaledDotProductAttentionImpl::forward(const at::Tensor& query, const
                                                   const at::Tensor& key_padding_mask) {
   const at::Tensor& keys = key.defined() ? key : query;
   return attention(query, keys, value.defined() ? value : keys,
-                   attention_options(*this, attn_mask, key_padding_mask)
+                   attention_options(*this, keys, attn_mask, key_padding_mask)
                        .dropout_p(is_training() ? options.dropout() : 0.0));
 }
 
 std::tuple<at::Tensor, at::Tensor> ScaledDotProductAttentionImpl::forward_with_weights(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& attn_mask, const at::Tensor& key_padding_mask) {
-  return {forward(query, key, value, attn_mask, key_padding_mask),
-          attention_weights(query, key.defined() ? key : query,
-                            attention_options(*this, attn_mask, key_padding_mask))};
+  const at::Tensor& keys = key.defined() ? key : query;
+  return {
+      forward(query, key, value, attn_mask, key_padding_mask),
+      attention_weights(query, keys, attention_options(*this, keys, attn_mask, key_padding_mask))};
 }
 
 }  // namespace qkv::nn

@@ -12,13 +12,15 @@ constexpr const char* kSelfAttention = "qkv::nn::SelfAttention";
 /// dimension -3: this puts the one head there, and the masks beside it.
 at::Tensor with_head(const at::Tensor& x) { return x.unsqueeze(-3); }
 
-AttentionOptions attention_options(const SelfAttentionImpl& module, const at::Tensor& attn_mask,
+AttentionOptions attention_options(const SelfAttentionImpl& module, const at::Tensor& input,
+                                   const at::Tensor& attn_mask,
                                    const at::Tensor& key_padding_mask) {
   std::optional<at::Tensor> mask = given(attn_mask);
+  if (mask) check_mask_of_one_head(kSelfAttention, *mask, input);
   if (mask && mask->dim() > 2) mask = with_head(*mask);
   return AttentionOptions()
       .attn_mask(mask)
-      .key_mask(key_mask_of(kSelfAttention, key_padding_mask))
+      .key_mask(key_mask_of(kSelfAttention, key_padding_mask, input))
       .is_causal(module.options.causal())
       .scale(module.options.scale());
 }
@@ -31,7 +33,7 @@ struct Projected {
 Projected projected(SelfAttentionImpl& module, const at::Tensor& input, const at::Tensor& attn_mask,
                     const at::Tensor& key_padding_mask) {
   check_rows(kSelfAttention, "input", input, "d_in", module.options.d_in());
-  const AttentionOptions options = attention_options(module, attn_mask, key_padding_mask);
+  const AttentionOptions options = attention_options(module, input, attn_mask, key_padding_mask);
   return {with_head(module.w_q(input)), with_head(module.w_k(input)), with_head(module.w_v(input)),
           options};
 }

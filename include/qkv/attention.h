@@ -14,13 +14,16 @@ namespace qkv {
 /// The arguments of attention() after query, key and value.
 ///
 /// Letters: B batch dimensions (any number, also none), Hq query heads, Hkv key/value heads,
-/// M queries, N keys, D head dim of query and key, Dv head dim of value.
+/// M queries, N keys, D head dim of query and key, Dv head dim of value. One query head beside
+/// several of the key is broadcast to as many: Hq is their number then. So are key and value, one
+/// head to the other's.
 struct AttentionOptions {
   /// Broadcasts to (B.., Hq, M, N). bool: true = may attend. Floating point (query's dtype or
   /// float32): added to the scores, -inf = may not attend; its gradient is computed if it requires
   /// one.
   TORCH_ARG(std::optional<at::Tensor>, attn_mask) = std::nullopt;
-  /// Probability of setting a weight to zero; the others grow by 1 / (1 - dropout_p).
+  /// Probability of setting a weight to zero, rounded to a multiple of 2^-16; the others grow by
+  /// 1 / (1 - dropout_p).
   TORCH_ARG(double, dropout_p) = 0.0;
   /// Query i may attend to keys j <= i + query_offset only.
   TORCH_ARG(bool, is_causal) = false;
@@ -72,8 +75,7 @@ QKV_API at::Tensor attention(const at::Tensor& query, const at::Tensor& key,
 /// are those of attention().
 ///
 /// \returns the output, and logsumexp (B.., Hq, M): natural log, float32 (float64 for float64). Of
-/// a
-///     row that may attend to no key it is its head's sink, -inf without sinks.
+/// a row that may attend to no key it is its head's sink, -inf without sinks.
 QKV_API std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query,
                                                               const at::Tensor& key,
                                                               const at::Tensor& value,

@@ -22,6 +22,8 @@
 // - A bool attn_mask means true = may attend; it broadcasts to (B.., H, M, N), or (B.., T, T) of
 //   a module with one head. A float one is added to the scores.
 // - key_padding_mask (B.., N) means true = padding, that is, may not be attended to.
+// - An argument to be left out before one that is given is at::Tensor(): attention(x, at::Tensor(),
+//   at::Tensor(), mask).
 // - Masks and causal compose: what is kept is their intersection, in training as in evaluation.
 // - forward returns the output; forward_with_weights also the attention weights, with the output
 //   still from the fused path.
@@ -34,8 +36,10 @@ namespace qkv::nn {
 /// Keys and values of the tokens so far, for generating one by one. Pass the same object to each
 /// call of MultiheadAttention::forward; query i of a call then stands after all cached keys.
 ///
-/// One class for C++, Python (torch.classes.qkv.KVCache) and TorchScript. For inference: gradients
-/// do not flow through it.
+/// One class for C++, Python (torch.classes.qkv.KVCache) and TorchScript: in C++ make one with
+/// c10::make_intrusive<qkv::nn::KVCache>(max_length), a copy with make_intrusive<KVCache>(*cache).
+/// For inference: gradients do not flow through it, so it wants torch::NoGradGuard or
+/// c10::InferenceMode.
 class QKV_API KVCache : public torch::CustomClassHolder {
  public:
   /// \param max_length how many keys there is room for.
@@ -269,7 +273,9 @@ TORCH_MODULE(MultiheadAttention);
 /// Fills a module's parameters and buffers, by name, from a file written by
 ///   - save_state_dict() here, or qkv.nn.save_state_dict() in Python,
 ///   - torch.save(dict(module.state_dict()), path) in Python,
-///   - torch::save(module, path) in C++, or torch.jit.save(module, path) in Python.
+///   - torch::save(module, path) in C++, or torch.jit.save(module, path) in Python, which also
+///     writes buffers that are not persistent in Python: the module here must have them too.
+/// Numbers are converted to the dtypes of the module.
 /// \throws c10::ValueError if the file is something else or its structure is damaged (its numbers
 /// are taken as they are), if names or shapes differ, or if the module is on meta or has an
 /// expanded view, naming what; then nothing has been changed.

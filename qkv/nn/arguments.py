@@ -7,18 +7,61 @@ import torch
 from torch import Tensor
 
 
-def key_mask_of(module: str, padding: Optional[Tensor]) -> Optional[Tensor]:
-    """True = padding, as modules have it, to True = may be attended to, as the operator has it."""
+def _differ(a: int, b: int) -> bool:
+    """Whether sizes are known to differ: in a graph those that depend on data are not known."""
+    if torch.jit.is_scripting():
+        return a != b
+    else:
+        differ = a != b
+        if torch.compiler.is_compiling() or isinstance(differ, torch.SymBool):
+            # Here, as it takes nearly a second.
+            from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+            return guard_or_false(differ)
+        return bool(differ)
+
+
+def key_mask_of(
+    module: str, padding: Optional[Tensor], keys: Tensor, cached: int = 0
+) -> Optional[Tensor]:
+    """True = padding, as modules have it, to True = may be attended to, as the operator has it,
+    which would broadcast what is meant for one key. The keys (.., rows, width) come after
+    ``cached`` ones."""
     if padding is None:
         return None
     if padding.dtype != torch.bool:
         # (TorchScript would print a number.)
         found = "" if torch.jit.is_scripting() else f", but is {padding.dtype}"
         raise TypeError(f"{module}: key_padding_mask must be bool (True = padding){found}")
+    if keys.dim() >= 2:  # else the operator says that they are no rows
+        count = cached + keys.size(-2)
+        if padding.dim() < 1 or _differ(padding.size(-1), count):
+            raise ValueError(
+                f"{module}: key_padding_mask must be (B.., N={count}), cached keys included, but "
+                f"has shape {list(padding.shape)}"
+            )
     return padding.logical_not()
 
 
+def check_mask_of_one_head(module: str, mask: Tensor, input: Tensor) -> None:
+    """Of a module with one head, whose masks have no dimension for it."""
+    full = list(input.shape[:-1]) + [input.size(-2)]
+    fits = mask.dim() <= len(full)
+    if fits:
+        for d in range(1, mask.dim() + 1):
+            if _differ(mask.size(-d), full[-d]) and _differ(mask.size(-d), 1):
+                fits = False
+    if not fits:
+        raise ValueError(
+            f"{module}: attn_mask must broadcast to (B.., T, T) = {full}, but has shape "
+            f"{list(mask.shape)}"
+        )
+
+
 def check_rows(module: str, name: str, x: Tensor, letters: str, width: int) -> None:
+    if not torch.jit.is_scripting():  # where that is known
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{module}: {name} must be a tensor, but is {repr(x)}")
     if x.dim() < 2 or x.size(-1) != width:
         raise ValueError(
             f"{module}: {name} must be (.., rows, {letters}={width}), but has shape {list(x.shape)}"

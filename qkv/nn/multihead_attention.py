@@ -120,7 +120,7 @@ class MultiheadAttention(torch.nn.Module):
         """A module with the weights of a ``torch.nn.MultiheadAttention``.
 
         The inputs of the new one have the batch first, and its bool ``attn_mask`` means True = may
-        attend, where the old one's means True = may not.
+        attend, where the old one's means True = may not. Parameters that are frozen stay so.
 
         Args:
             options: causal, window.
@@ -140,20 +140,25 @@ class MultiheadAttention(torch.nn.Module):
             dtype=module.out_proj.weight.dtype,
             **options,
         )
-        with torch.no_grad():
-            if module.in_proj_weight is not None:
-                weights = module.in_proj_weight.chunk(3)
-            else:
-                weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-            for linear, weight in zip((ours.w_q, ours.w_k, ours.w_v), weights):
-                linear.weight.copy_(weight)
-            if module.in_proj_bias is not None:
-                for linear, bias in zip(
-                    (ours.w_q, ours.w_k, ours.w_v), module.in_proj_bias.chunk(3)
-                ):
-                    linear.bias.copy_(bias)
-                ours.w_o.bias.copy_(module.out_proj.bias)
-            ours.w_o.weight.copy_(module.out_proj.weight)
+
+        def take(ours: torch.nn.Parameter, theirs: Tensor, part: Tensor) -> None:
+            with torch.no_grad():
+                ours.copy_(part)
+            ours.requires_grad_(theirs.requires_grad)
+
+        projections = (ours.w_q, ours.w_k, ours.w_v)
+        if module.in_proj_weight is not None:
+            for linear, part in zip(projections, module.in_proj_weight.chunk(3)):
+                take(linear.weight, module.in_proj_weight, part)
+        else:
+            apart = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+            for linear, weight in zip(projections, apart):
+                take(linear.weight, weight, weight)
+        take(ours.w_o.weight, module.out_proj.weight, module.out_proj.weight)
+        if module.in_proj_bias is not None:
+            for linear, part in zip(projections, module.in_proj_bias.chunk(3)):
+                take(linear.bias, module.in_proj_bias, part)
+            take(ours.w_o.bias, module.out_proj.bias, module.out_proj.bias)
         return ours.train(module.training)
 
     def forward(
@@ -179,8 +184,7 @@ class MultiheadAttention(torch.nn.Module):
         Returns:
             (B.., M, embed_dim).
         """
-        key_mask = key_mask_of("qkv.nn.MultiheadAttention", key_padding_mask)
-        q, k, v, query_offset = self._project(query, key, value, cache)
+        q, k, v, key_mask, query_offset = self._project(query, key, value, key_padding_mask, cache)
         out = self._attend(q, k, v, attn_mask, key_mask, query_offset)
         if cache is not None:  # only now: nothing is cached if the call fails
             cache.advance(k.size(-2) - cache.length())
@@ -199,8 +203,7 @@ class MultiheadAttention(torch.nn.Module):
     ) -> Tuple[Tensor, Tensor]:
         """The output and the weights, before dropout: (B.., num_heads, M, N), or their mean over
         the heads (B.., M, N) with ``average_weights``."""
-        key_mask = key_mask_of("qkv.nn.MultiheadAttention", key_padding_mask)
-        q, k, v, query_offset = self._project(query, key, value, cache)
+        q, k, v, key_mask, query_offset = self._project(query, key, value, key_padding_mask, cache)
         weights = torch.ops.qkv.attention_weights(
             q,
             k,
@@ -227,8 +230,9 @@ class MultiheadAttention(torch.nn.Module):
         query: Tensor,
         key: Optional[Tensor],
         value: Optional[Tensor],
+        key_padding_mask: Optional[Tensor],
         cache: Optional[torch.classes.qkv.KVCache],
-    ) -> Tuple[Tensor, Tensor, Tensor, Optional[int]]:
+    ) -> Tuple[Tensor, Tensor, Tensor, Optional[Tensor], Optional[int]]:
         if key is None:
             key = query
         if value is None:
@@ -237,14 +241,15 @@ class MultiheadAttention(torch.nn.Module):
         check_rows(name, "query", query, "embed_dim", self.embed_dim)
         check_rows(name, "key", key, "kdim", self.kdim)
         check_rows(name, "value", value, "vdim", self.vdim)
+        cached = 0 if cache is None else cache.length()
+        key_mask = key_mask_of(name, key_padding_mask, key, cached)
         q = self._split_heads(self.w_q(query), self.num_heads)
         k = self._split_heads(self.w_k(key), self.num_kv_heads)
         v = self._split_heads(self.w_v(value), self.num_kv_heads)
         if cache is None:
-            return q, k, v, None
-        query_offset = cache.length()
+            return q, k, v, key_mask, None
         k, v = cache.extended(k, v)
-        return q, k, v, query_offset
+        return q, k, v, key_mask, cached
 
     def _attend(
         self,

@@ -44,7 +44,8 @@ class ScaledDotProductAttention(torch.nn.Module):
         Returns:
             (B.., H, M, Dv).
         """
-        return self._attend(query, key, value, attn_mask, self._key_mask(key_padding_mask))
+        key_mask = self._key_mask(query if key is None else key, key_padding_mask)
+        return self._attend(query, key, value, attn_mask, key_mask)
 
     @torch.jit.export
     def forward_with_weights(
@@ -56,7 +57,7 @@ class ScaledDotProductAttention(torch.nn.Module):
         key_padding_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
         """The output and the weights (B.., H, M, N), before dropout."""
-        key_mask = self._key_mask(key_padding_mask)
+        key_mask = self._key_mask(query if key is None else key, key_padding_mask)
         weights = torch.ops.qkv.attention_weights(
             query,
             query if key is None else key,
@@ -67,8 +68,8 @@ class ScaledDotProductAttention(torch.nn.Module):
         )
         return self._attend(query, key, value, attn_mask, key_mask), weights
 
-    def _key_mask(self, key_padding_mask: Optional[Tensor]) -> Optional[Tensor]:
-        return key_mask_of("qkv.nn.ScaledDotProductAttention", key_padding_mask)
+    def _key_mask(self, keys: Tensor, key_padding_mask: Optional[Tensor]) -> Optional[Tensor]:
+        return key_mask_of("qkv.nn.ScaledDotProductAttention", key_padding_mask, keys)
 
     # For both of what is exported: torch.jit.trace cannot do with one that calls forward.
     def _attend(

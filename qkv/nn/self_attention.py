@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from qkv.nn.arguments import (
+    check_mask_of_one_head,
     check_positive,
     check_rows,
     checked_dropout,
@@ -67,9 +68,9 @@ class SelfAttention(torch.nn.Module):
         Returns:
             (B.., T, d_v).
         """
-        key_mask = self._checked(input, key_padding_mask)
+        mask, key_mask = self._checked(input, attn_mask, key_padding_mask)
         q, k, v = self._project(input)
-        return self._attend(q, k, v, self._mask_of_head(attn_mask), key_mask)
+        return self._attend(q, k, v, mask, key_mask)
 
     @torch.jit.export
     def forward_with_weights(
@@ -79,8 +80,7 @@ class SelfAttention(torch.nn.Module):
         key_padding_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
         """The output and the weights (B.., T, T), before dropout."""
-        key_mask = self._checked(input, key_padding_mask)
-        mask = self._mask_of_head(attn_mask)
+        mask, key_mask = self._checked(input, attn_mask, key_padding_mask)
         q, k, v = self._project(input)
         weights = torch.ops.qkv.attention_weights(
             q, k, mask, self.causal, scale=self.scale, key_mask=key_mask
@@ -114,16 +114,17 @@ class SelfAttention(torch.nn.Module):
             key_mask=key_mask,
         ).squeeze(-3)
 
-    def _checked(self, input: Tensor, key_padding_mask: Optional[Tensor]) -> Optional[Tensor]:
-        """The operator's key_mask; before any work, as all checks are."""
-        check_rows("qkv.nn.SelfAttention", "input", input, "d_in", self.d_in)
-        return key_mask_of("qkv.nn.SelfAttention", key_padding_mask)
-
-    def _mask_of_head(self, attn_mask: Optional[Tensor]) -> Optional[Tensor]:
-        """A mask of several dimensions has the one head where the operator has its heads."""
-        if attn_mask is None or attn_mask.dim() <= 2:
-            return attn_mask
-        return attn_mask.unsqueeze(-3)
+    def _checked(
+        self, input: Tensor, attn_mask: Optional[Tensor], key_padding_mask: Optional[Tensor]
+    ) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+        """The operator's attn_mask and key_mask; before any work, as all checks are."""
+        name = "qkv.nn.SelfAttention"
+        check_rows(name, "input", input, "d_in", self.d_in)
+        if attn_mask is not None:
+            check_mask_of_one_head(name, attn_mask, input)
+            if attn_mask.dim() > 2:  # the one head is where the operator has its heads
+                attn_mask = attn_mask.unsqueeze(-3)
+        return attn_mask, key_mask_of(name, key_padding_mask, input)
 
     def extra_repr(self) -> str:
         scale = "" if self.scale is None else f"scale={self.scale}, "

@@ -2,7 +2,7 @@
 
 import zipfile
 from os import PathLike
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
 
 def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
     """Fills a module from a file of :func:`save_state_dict`, of ``qkv::nn::save_state_dict`` or
-    ``torch::save`` in C++, or of ``torch.jit.save``.
+    ``torch::save`` in C++, or of ``torch.jit.save``, which also writes buffers that are not
+    persistent: those of this module stay as they are. Numbers are converted to its dtypes.
 
     Raises:
         RuntimeError: if the file holds no dict of tensors, if names or shapes differ, or if the
@@ -40,6 +41,8 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
     """
     if _is_script_archive(path):
         state = torch.jit.load(path, map_location="cpu").state_dict()
+        for name in _not_persistent(module):
+            state.pop(name, None)
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
@@ -75,6 +78,15 @@ def _check_fits(
             raise RuntimeError(
                 f"qkv.nn.load_state_dict: {name} is an expanded view, which cannot be written"
             )
+
+
+def _not_persistent(module: torch.nn.Module) -> List[str]:
+    """The buffers that ``state_dict()`` leaves out."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    ]
 
 
 def _is_expanded(x: Tensor) -> bool:

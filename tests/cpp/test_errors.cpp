@@ -86,6 +86,26 @@ TEST(Errors, Modules) {
       "key_padding_mask must be bool (true = padding), but is float32", [] {
         MultiheadAttention(4, 2)->forward(kX, {}, {}, {}, torch::zeros({2, 3, 5}));
       });
+  // The operator would take one of a single key for all of them.
+  for (const Tensor& padding :
+       {torch::zeros({2, 3, 1}, torch::kBool), torch::zeros({}, torch::kBool)}) {
+    const std::string rule =
+        ": key_padding_mask must be (B.., N=5), cached keys included, but has shape ";
+    const auto check = [&](const std::string& module, auto call) {
+      expect_error<c10::ValueError>("qkv::nn::" + module + rule, call);
+    };
+    check("MultiheadAttention",
+          [&] { MultiheadAttention(4, 2)->forward(kX, {}, {}, {}, padding); });
+    check("SelfAttention", [&] { SelfAttention(4, 4)->forward(kX, {}, padding); });
+    check("ScaledDotProductAttention",
+          [&] { qkv::nn::ScaledDotProductAttention()->forward(kX, {}, {}, {}, padding); });
+  }
+  expect_error<c10::ValueError>(
+      "qkv::nn::SelfAttention: attn_mask must broadcast to (B.., T, T) = [2, 3, 5, 5], but has "
+      "shape [2, 5, 5]",
+      [] {
+        SelfAttention(4, 4)->forward(kX, torch::ones({2, 5, 5}));
+      });
 }
 
 TEST(Errors, Cache) {
@@ -96,11 +116,11 @@ TEST(Errors, Cache) {
   cache.append(kX, kX);
   expect_error<c10::ValueError>("there is room for 7 keys, but 5 are cached and 5 come",
                                 [&] { cache.append(kX, kX); });
-  const std::string cached = "cached are keys and values Float [2, 3, 5, 4] on cpu and Float ";
+  const std::string cached = "cached are keys and values float32 [2, 3, 5, 4] on cpu and float32 ";
   expect_error<c10::ValueError>(cached, [&] {
     cache.append(kX.slice(0, 0, 1).slice(2, 0, 1), kX.slice(0, 0, 1).slice(2, 0, 1));
   });
-  expect_error<c10::ValueError>("which Double [2, 3, 1, 4] on cpu and", [&] {
+  expect_error<c10::ValueError>("which float64 [2, 3, 1, 4] on cpu and", [&] {
     const auto x = kX.slice(2, 0, 1).to(torch::kDouble);
     cache.append(x, x);
   });

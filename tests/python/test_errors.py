@@ -483,8 +483,23 @@ MODULES = {
                                   f"qkv.nn.{type(module).__name__}: key_padding_mask must be bool (True = padding), but is torch.float32")
         for name, module in (("sdpa", nn.ScaledDotProductAttention()), ("self", nn.SelfAttention(8, 8)), ("mha", multihead()))
     },
-    "padding_shape": (lambda: multihead()(X, key_padding_mask=PADDING[:, :3]), ValueError,
-                      "qkv::attention: key_mask must broadcast to (batch.., N) = [2, 5], but has shape [2, 3]"),
+    # The operator would take one of a single key for all of them.
+    **{
+        f"{name}_padding_{len(padding.shape)}_{padding.numel()}": (
+            lambda module=module, padding=padding: module(X, key_padding_mask=padding), ValueError,
+            f"qkv.nn.{type(module).__name__}: key_padding_mask must be (B.., N=5), cached keys included, but has shape {list(padding.shape)}")
+        for name, module in (("sdpa", nn.ScaledDotProductAttention()), ("self", nn.SelfAttention(8, 8)), ("mha", multihead()))
+        for padding in (PADDING[:, :3], PADDING[:, :1], PADDING[0, :1], PADDING[0, 0])
+    },
+    "padding_batch": (lambda: multihead()(X, key_padding_mask=torch.cat([PADDING, PADDING])), ValueError,
+                      "qkv::attention: key_mask must broadcast to (batch.., N) = [2, 5], but has shape [4, 5]"),
+    **{
+        f"self_mask_{'x'.join(map(str, shape))}": (
+            lambda shape=shape: nn.SelfAttention(8, 8)(X, attn_mask=torch.ones(shape)), ValueError,
+            f"qkv.nn.SelfAttention: attn_mask must broadcast to (B.., T, T) = [2, 5, 5], but has shape {list(shape)}")
+        for shape in ((2, 1, 5, 5), (5, 4), (3, 5, 5), (8,))
+    },
+    "query": (lambda: multihead()(None), TypeError, "qkv.nn.MultiheadAttention: query must be a tensor, but is None"),
     "mask_shape": (lambda: multihead()(X, attn_mask=torch.ones(5, 4) > 0), ValueError,
                    "qkv::attention: attn_mask must broadcast to (batch.., Hq, M, N) = [2, 2, 5, 5], but has shape [5, 4]"),
     "embed_dim": (lambda: multihead()(X[..., :6]), ValueError,
@@ -514,6 +529,7 @@ def test_wrong_arguments_of_scripted_modules():
     for call, message in (
         (lambda: module(X[..., :6]), r"query must be \(.., rows, embed_dim=8\)"),
         (lambda: module(X, key_padding_mask=torch.zeros(2, 5)), "key_padding_mask must be bool"),
+        (lambda: module(X, key_padding_mask=PADDING[:, :1]), r"must be \(B.., N=5\)"),
     ):
         with pytest.raises(Exception, match=message):
             call()
@@ -527,16 +543,16 @@ CACHE = {
     "new_keys": (X, X[:, :3], ValueError, f"{SIZES} [2, 5, 8] and [2, 3, 8]"),
     "batch": (X, X[:1], ValueError, f"{SIZES} [2, 5, 8] and [1, 5, 8]"),
     "dimensions": (X, X[0], ValueError, f"{SIZES} [2, 5, 8] and [5, 8]"),
-    "other_batch": (X[:1], X[:1], ValueError, f"cached are keys and values Float [2, 5, 8] {ON} and Float "
-                    f"[2, 5, 8] {ON}, which Float [1, 5, 8] {ON} and Float [1, 5, 8] {ON} do not fit"),
-    "other_dtype": (X.double(), X.double(), ValueError, f"cached are keys and values Float [2, 5, 8] {ON} and Float "
-                    f"[2, 5, 8] {ON}, which Double [2, 5, 8] {ON} and Double [2, 5, 8] {ON} do not fit"),
+    "other_batch": (X[:1], X[:1], ValueError, f"cached are keys and values float32 [2, 5, 8] {ON} and float32 "
+                    f"[2, 5, 8] {ON}, which float32 [1, 5, 8] {ON} and float32 [1, 5, 8] {ON} do not fit"),
+    "other_dtype": (X.double(), X.double(), ValueError, f"cached are keys and values float32 [2, 5, 8] {ON} and float32 "
+                    f"[2, 5, 8] {ON}, which float64 [2, 5, 8] {ON} and float64 [2, 5, 8] {ON} do not fit"),
     "sparse_key": (SPARSE, X, TypeError, "key must be a dense tensor, but has layout Sparse"),
     "sparse_value": (X, SPARSE, TypeError, "value must be a dense tensor, but has layout Sparse"),
     "nested": (torch.nested.nested_tensor([X[0], X[1]]), X, TypeError, "key must be a dense tensor, but is nested"),
     "quantized": (QUANTIZED, QUANTIZED, TypeError, "key must not be quantized, but is qint8"),
     "integers": (X, X.long(), TypeError, "value must be float64, float32, bfloat16 or float16, but is int64"),
-    "dtypes": (X, X.double(), ValueError, f"key and value must have one dtype and one device, but are Float {ON} and Double {ON}"),
+    "dtypes": (X, X.double(), ValueError, f"key and value must have one dtype and one device, but are float32 {ON} and float64 {ON}"),
     "room": (torch.cat([X] * 3, 1), torch.cat([X] * 3, 1), ValueError, "there is room for 16 keys, but 5 are cached and 15 come"),
 }  # fmt: skip
 

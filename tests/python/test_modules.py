@@ -220,7 +220,19 @@ def test_cache_with_padding():
             module(tokens[:, i : i + 1], key_padding_mask=padding[:, : 6 + i], cache=cache)
             for i in range(4)
         ]
+        with pytest.raises(ValueError, match=r"must be \(B.., N=10\), cached keys included, but"):
+            module(tokens[:, :1], key_padding_mask=padding[:, :1], cache=cache)
     torch.testing.assert_close(torch.cat(found, 1), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 10}])
+def test_from_torch_leaves_frozen_what_is(options):
+    theirs = torch.nn.MultiheadAttention(8, 2, **options).requires_grad_(False)
+    theirs.in_proj_bias.requires_grad_()
+    theirs.out_proj.weight.requires_grad_()
+    ours = qkv.nn.MultiheadAttention.from_torch(theirs)
+    trained = {name for name, x in ours.named_parameters() if x.requires_grad}
+    assert trained == {"w_q.bias", "w_k.bias", "w_v.bias", "w_o.weight"}
 
 
 def test_files_of_every_kind(tmp_path):
@@ -233,6 +245,25 @@ def test_files_of_every_kind(tmp_path):
         other = qkv.nn.MultiheadAttention(8, 2)
         qkv.nn.load_state_dict(other, tmp_path / name)
         assert torch.equal(other(x), module(x))
+
+
+class WithTable(torch.nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.attention = qkv.nn.SelfAttention(4, 4)
+        self.register_buffer("table", torch.full((3,), number), persistent=False)
+
+    def forward(self, x: torch.Tensor):
+        return self.attention(x * self.table.sum())
+
+
+def test_script_archives_hold_buffers_that_are_not_persistent(tmp_path):
+    torch.jit.script(torch.nn.Sequential(WithTable(1.0))).save(str(tmp_path / "script"))
+    other = torch.nn.Sequential(WithTable(2.0))
+    before = other[0].attention.w_q.weight.clone()
+    qkv.nn.load_state_dict(other, tmp_path / "script")
+    assert not torch.equal(other[0].attention.w_q.weight, before)
+    assert other[0].table.tolist() == [2.0] * 3
 
 
 def test_repr():
@@ -255,8 +286,8 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
     x = torch.randn(1, 3, 8)
     with torch.no_grad():
         module(x, cache=cache)
-        with pytest.raises(ValueError, match="key_mask must broadcast"):
-            module(x, key_padding_mask=torch.zeros(1, 99, dtype=torch.bool), cache=cache)
+        with pytest.raises(ValueError, match="attn_mask must broadcast"):
+            module(x, attn_mask=torch.zeros(1, 99), cache=cache)
         assert cache.length() == 3
         module(x, cache=cache)
         assert cache.length() == 6
