@@ -116,7 +116,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
 
   const auto real = forward.lse.scalar_type();
   const Tensor incoming = with_unit_columns(merging_as(forward.out, grad_out));
-  const Operands x = readable(operands, real);
+  const Operands x = readable(with_mask_in_rows(operands), real);
   const ForwardResults of_forward = readable(forward);
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = grad_lse->contiguous();

@@ -34,7 +34,7 @@ TensorTuple<4> attention_forward(const Operands& x) {
   const auto results = empty_forward_results(x);
   const Tensor& lse = std::get<1>(results);
   if (lse.numel() == 0) return results;
-  const Operands stored = readable(x, lse.scalar_type());
+  const Operands stored = readable(with_mask_in_rows(x), lse.scalar_type());
   if (lse.scalar_type() == at::kDouble) {
     run_forward<double>(stored, results);
   } else {

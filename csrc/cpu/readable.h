@@ -21,6 +21,16 @@ inline Tensor exact_output(const Tensor& out, const Tensor& out_rest, at::Scalar
   return with_unit_columns(has_16_bits(out) ? x.add(out_rest) : x);
 }
 
+/// Masks are read where they lie, but for those whose keys lie apart: number by number that takes
+/// longer than a copy does.
+inline Operands with_mask_in_rows(Operands x) {
+  const auto& mask = x.attn_mask;
+  if (mask && mask->dim() > 0 && mask->stride(-1) > 1 && mask->size(-1) > 1) {
+    x.attn_mask = without_repetitions(*mask, mask->dim()).contiguous().expand(mask->sizes());
+  }
+  return x;
+}
+
 /// Tangents as the kernels read them: those of query, key and value as they are stored.
 inline Tangents readable(Tangents tangents, at::ScalarType real) {
   for (size_t i = 0; i < 3; ++i) {

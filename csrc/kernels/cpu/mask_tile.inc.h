@@ -25,9 +25,10 @@ inline uint64_t bits_in_range(int64_t begin, int64_t end) {
   return from & to;
 }
 
-/// Up to 64 bools to bits, byte b to bit b.
+/// Up to 64 bools to bits, byte b to bit b; bits after them may be anything.
 inline uint64_t bits_of_bools(const uint8_t* bools, int64_t stride, int count) {
   if (stride == 1 && count == 64) return bits_of_64_bools(bools);
+  if (stride == 0) return bools[0] != 0 ? ~uint64_t{0} : 0;
   uint64_t bits = 0;
   int b = 0;
   for (; stride == 1 && b + 8 <= count; b += 8) {
@@ -140,6 +141,8 @@ struct MaskTile {
   static void and_float_mask(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key,
                              int keys, uint64_t* kept, T* to) {
     constexpr int kWidth = Simd<T>::kWidth;
+    if (mask.column_stride == 0)
+      return and_numbers_of_rows<M>(mask, tile, first_key, keys, kept, to);
     const int rows = mask.column_stride == 1 ? tile.rows / kWidth * kWidth : 0;
     const int whole = keys / kWidth * kWidth;
     for (int r = 0; r < rows; r += kWidth) {
@@ -151,6 +154,21 @@ struct MaskTile {
     and_rest<M>(mask, tile, rows, tile.rows, first_key, 0, keys, kept, to);
     for (int k = 0; k < keys; ++k) {
       for (int r = tile.rows; r < kRows; ++r) to[k * kRows + r] = T(0);
+    }
+  }
+
+  /// Of a mask that is the same for all keys.
+  template <class M>
+  static void and_numbers_of_rows(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key,
+                                  int keys, uint64_t* kept, T* to) {
+    using S = Simd<T>;
+    alignas(64) T numbers[kRows] = {};
+    for (int r = 0; r < tile.rows; ++r) {
+      numbers[r] = static_cast<T>(*mask_row<M>(mask, tile, r, first_key));
+      if (numbers[r] == -static_cast<T>(__builtin_inff())) kept[r] = 0;
+    }
+    for (int k = 0; k < keys; ++k) {
+      for (int r = 0; r < kRows; r += S::kWidth) S::store(to + k * kRows + r, S::load(numbers + r));
     }
   }
 
