@@ -11,9 +11,10 @@ template <class T>
 void forward_pass(const kernels::ForwardKernels<T>& kernels, kernels::ForwardParams<T>& params) {
   auto& allocator = *c10::GetCPUAllocator();
   const int64_t heads = params.problem.batch * params.problem.kv_heads;
-  const int64_t prepared_bytes = kernels.forward_prepared_bytes(params);
+  const int64_t in_turn = kernels.forward_tiles_in_turn(params, at::get_num_threads());
+  const int64_t prepared_bytes = kernels.forward_prepared_bytes(params, in_turn);
   const auto prepared = allocator.allocate(prepared_bytes);
-  params.prepared = prepared.get();
+  params.prepared = prepared_bytes > 0 ? prepared.get() : nullptr;
   const int64_t partial_size = kernels.forward_partial_size(params);
   const auto partial = allocator.allocate(partial_size * sizeof(T));
   params.partial = static_cast<T*>(partial.get());
@@ -21,7 +22,6 @@ void forward_pass(const kernels::ForwardKernels<T>& kernels, kernels::ForwardPar
   if (prepared_bytes > 0) {
     for_each_unit(heads, 0, [&](int64_t head, void*) { kernels.prepare_forward(params, head); });
   }
-  const int64_t in_turn = kernels.forward_tiles_in_turn(params, at::get_num_threads());
   const int64_t units = kernels.forward_units(params, in_turn);
   params.units_to_next = Units(units, /*one_by_one=*/false).to_next();
   for_each_unit(

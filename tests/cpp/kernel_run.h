@@ -409,9 +409,9 @@ class KernelRun {
   }
 
   void run_forward(const ForwardKernels<T>& kernels, ForwardParams<T>& forward, int64_t in_turn) {
-    const int64_t prepared_bytes = kernels.forward_prepared_bytes(forward);
+    const int64_t prepared_bytes = kernels.forward_prepared_bytes(forward, in_turn);
     const auto prepared = memory(prepared_bytes);
-    forward.prepared = prepared.get();
+    forward.prepared = prepared_bytes > 0 ? prepared.get() : nullptr;
     for (int64_t head = 0; prepared_bytes > 0 && head < s_.kv_heads; ++head) {
       kernels.prepare_forward(forward, head);
     }

@@ -9,9 +9,10 @@
 //     S[keys][rows] = scale · (K · Qᵀ)      A = K, B = Qᵀ in pairs of its columns
 //     Oᵀ[Dv][rows] += Vᵀ · P                A = Vᵀ, B = P in pairs of keys, rounded
 //
-// K and Vᵀ are packed once for all tiles of a head, or block by block if there is one tile only.
-// After the rows of Oᵀ, filled up to whole tiles, comes the sum of the rounded weights, by which
-// the output is divided in the end, as in bfloat16_source.inc.h.
+// K and Vᵀ are packed once: for all tiles of a head before these begin, or by those that take
+// turns, if they are all that a head has; block by block if that is one. After the rows of Oᵀ,
+// filled up to whole tiles, comes the sum of the rounded weights, by which the output is divided in
+// the end, as in bfloat16_source.inc.h.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -21,6 +22,7 @@ struct PackedKeys {
   Half* keys;         // [keys + 15][D, filled up with zeros]: 16 rows can be read from any key on
   Half* values_t;     // [block][Dv, filled up][key]; 0 for what is not finite
   uint8_t* poisoned;  // [block]: whether something was not
+  int64_t first = 0;  // key, with which a block begins
 
   static int64_t depth(const Problem<float>& p) {
     return (p.head_dim + kTileDepth - 1) / kTileDepth * kTileDepth;
@@ -47,28 +49,37 @@ struct PackedKeys {
     return x;
   }
 
-  void pack_keys(const Problem<float>& p, const Half* from, int64_t count) const {
-    for (int64_t k = 0; k < count; ++k) {
+  static int64_t first_of_block(int64_t key) { return key / kTileDepth * kTileDepth; }
+
+  Half* key(const Problem<float>& p, int64_t k) const { return keys + (k - first) * depth(p); }
+  int64_t block_of(int64_t k) const { return (k - first) / kTileDepth; }
+  Half* block(const Problem<float>& p, int64_t b) const {
+    return values_t + b * rows_of_block(p) * kTileDepth;
+  }
+
+  /// from: the first key of the head.
+  void pack_keys(const Problem<float>& p, const Half* from, KeyRange range) const {
+    for (int64_t k = range.begin; k < range.end; ++k) {
       for (int64_t d = 0; d < p.head_dim; d += kTileDepth) {
         const int64_t left = p.head_dim - d;
         const auto columns = left < kTileDepth ? (__mmask32(1) << left) - 1 : ~__mmask32(0);
-        _mm512_storeu_si512(keys + k * depth(p) + d,
+        _mm512_storeu_si512(key(p, k) + d,
                             _mm512_maskz_loadu_epi16(columns, from + k * p.key.row_stride + d));
       }
     }
   }
 
-  void pack_values(const Problem<float>& p, const Half* from, int64_t count) const {
-    const auto row = [&](int64_t k) { return k < count ? from + k * p.value.row_stride : nullptr; };
-    for (int64_t b = 0; b < blocks(count); ++b) {
-      const Half* first[kTileRows];
-      const Half* second[kTileRows];
+  /// Whole blocks, from that of range.begin on, with zeros from `end` on.
+  void pack_values(const Problem<float>& p, const Half* from, KeyRange range, int64_t end) const {
+    const auto row = [&](int64_t k) { return k < end ? from + k * p.value.row_stride : nullptr; };
+    for (int64_t k = first_of_block(range.begin); k < range.end; k += kTileDepth) {
+      const Half* even[kTileRows];
+      const Half* odd[kTileRows];
       for (int l = 0; l < kTileRows; ++l) {
-        first[l] = row(b * kTileDepth + 2 * l);
-        second[l] = row(b * kTileDepth + 2 * l + 1);
+        even[l] = row(k + 2 * l);
+        odd[l] = row(k + 2 * l + 1);
       }
-      poisoned[b] =
-          !pack_columns(first, second, p.value_dim, values_t + b * rows_of_block(p) * kTileDepth);
+      poisoned[block_of(k)] = !pack_columns(even, odd, p.value_dim, block(p, block_of(k)));
     }
   }
 };
@@ -88,7 +99,6 @@ class AmxSource {
   static constexpr int kFewRows = 0;
 
   static constexpr int64_t kBytesOfNumber = sizeof(Half);  // as K and V are multiplied
-  using Turn = NothingInTurn;
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }
   static int64_t row_of_sums(const Problem<float>& p) { return Packed::out_rows(p); }
@@ -99,9 +109,41 @@ class AmxSource {
   }
   static void prepare(const Problem<float>& p, const RowTile<1>& tile, void* prepared) {
     const auto packed = Packed::in(p, p.keys, prepared);
-    packed.pack_keys(p, tile.stored_keys_of_head<Half>(p.key), p.keys);
-    packed.pack_values(p, tile.stored_keys_of_head<Half>(p.value), p.keys);
+    packed.pack_keys(p, tile.stored_keys_of_head<Half>(p.key), {0, p.keys});
+    packed.pack_values(p, tile.stored_keys_of_head<Half>(p.value), {0, p.keys}, p.keys);
   }
+
+  /// K and V of the keys that tiles take in turn, unless they were prepared.
+  class Turn {
+   public:
+    static int64_t bytes(const Problem<float>& p, int64_t keys) {
+      return rows_of_kv_head(p) > kRows ? Packed::bytes(p, keys + kTileDepth) : 0;
+    }
+
+    Turn(const ForwardParams<float>& params, int64_t keys, void* memory)
+        : p_(params.problem),
+          is_prepared_(params.prepared != nullptr),
+          packed_(Packed::in(p_, keys + kTileDepth, memory)) {}
+
+    void load(const RowTile<kRows>& tile, KeyRange keys) {
+      if (is_prepared_) return;
+      keys_ = keys;
+      packed_.first = Packed::first_of_block(keys.begin);
+      packed_.pack_keys(p_, tile.template stored_keys_of_head<Half>(p_.key), keys);
+      packed_.pack_values(p_, tile.template stored_keys_of_head<Half>(p_.value), keys, keys.end);
+    }
+
+    bool has(int64_t first_key, int keys) const {
+      return keys_.begin <= first_key && first_key + keys <= keys_.end;
+    }
+    const Packed& packed() const { return packed_; }
+
+   private:
+    const Problem<float>& p_;
+    bool is_prepared_;
+    Packed packed_;
+    KeyRange keys_{0, 0};
+  };
 
   static int64_t own_bytes(const Problem<float>& p) {
     return column_pairs(p.head_dim, kRows) * int64_t{sizeof(Pair)};
@@ -111,15 +153,16 @@ class AmxSource {
     return numbers * int64_t{sizeof(float)} + Packed::bytes(p, kWeightKeys);
   }
 
-  AmxSource(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn&, void* own,
-            void* block)
+  AmxSource(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn& turn,
+            void* own, void* block)
       : p_(params.problem),
+        turn_(turn),
         keys_(tile.template stored_keys_of_head<Half>(p_.key)),
         values_(tile.template stored_keys_of_head<Half>(p_.value)),
         query_t_(static_cast<Pair*>(own)),
         weights_(static_cast<Pair*>(block)),
         products_(reinterpret_cast<float*>(weights_ + kWeightKeys / 2 * kRows)) {
-    is_prepared_ = prepared_bytes(p_) > 0;
+    is_prepared_ = params.prepared != nullptr;
     packed_ = is_prepared_ ? Packed::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
                            : Packed::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
     pack_columns_in_pairs(tile, p_.query, p_.head_dim, query_t_);
@@ -171,39 +214,38 @@ class AmxSource {
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int first_row, const float*, const uint8_t* bits,
                   Sums<float> out) {
-    float* out_t = out.first;
-    if (!out.has_any) set_to_zero(out_t, out_rows(p_) * kRows);
-    const int64_t first_block = first_key / kTileDepth, rows = Packed::out_rows(p_);
-    const int64_t blocks = Packed::blocks(first_key + keys) - first_block;
-    const int64_t block = Packed::rows_of_block(p_) * kTileDepth;
-    const Half* values_t = packed_.values_t;
-    const uint8_t* poisoned = packed_.poisoned;
-    if (is_prepared_) {
-      values_t += first_block * block;
-      poisoned += first_block;
-    } else {
-      const int64_t first = first_block * kTileDepth, left = p_.keys - first;
-      packed_.pack_values(p_, values_ + first * p_.value.row_stride,
-                          left < blocks * kTileDepth ? left : blocks * kTileDepth);
+    const Packed& packed = packed_for(first_key, keys);
+    if (&packed == &packed_ && !is_prepared_) {
+      packed.pack_values(p_, values_, {first_key, first_key + keys}, p_.keys);
     }
+    const int64_t first_block = packed.block_of(first_key);
+    const int64_t blocks = packed.block_of(first_key + keys - 1) + 1 - first_block;
     const Pair* pairs = weights_ + first_key % kTileDepth / 2 * kRows + first_row;
-    add_sums<kVectors>(keys, pairs, out_t + row_of_sums(p_) * kRows);
-    TileProduct<Half, kVectors, true> product{
-        blocks, {values_t, kTileDepth, block}, {weights_ + first_row, kRows}, out_t, kRows};
-    for (int64_t d = 0; d < rows; d += kTileRows) {
-      product.multiply();
-      product.a.data += kTileRows * kTileDepth;
-      product.c += kTileRows * kRows;
-    }
+    add_sums<kVectors>(keys, pairs,
+                       Sums<float>{out.first + row_of_sums(p_) * kRows, kRows, out.has_any});
+    const auto add_products = [&](auto adds) __attribute__((always_inline)) {
+      TileProduct<Half, kVectors, adds() != 0> product{
+          blocks,
+          {packed.block(p_, first_block), kTileDepth, Packed::rows_of_block(p_) * kTileDepth},
+          {weights_ + first_row, kRows},
+          out.first,
+          kRows};
+      for (int64_t d = 0; d < Packed::out_rows(p_); d += kTileRows) {
+        product.multiply();
+        product.a.data += kTileRows * kTileDepth;
+        product.c += kTileRows * kRows;
+      }
+    };
+    with_constant(out.has_any, add_products);
     for (int64_t b = 0; b < blocks; ++b) {
-      if (poisoned[b] == 0) continue;
+      if (packed.poisoned[first_block + b] == 0) continue;
       const auto weight = [pairs](int k, int r) {
         const Pair pair = pairs[k / 2 * kRows + r];
         return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
       };
       const int64_t stride = p_.value.row_stride;
       add_non_finite<kVectors, kRows>(keys, p_.value_dim, values_ + first_key * stride, stride,
-                                      weight, bits, out_t);
+                                      weight, bits, out.first);
       return;
     }
   }
@@ -215,16 +257,26 @@ class AmxSource {
   /// Where the scores of key k of a block go, beside those of the 16 before or after.
   float* product(int k) const { return products_ + k % (2 * kTileRows) * kRows; }
 
+  /// Where K and V of these keys are: packed before, or where those of a block are packed.
+  const Packed& packed_for(int64_t first_key, int keys) {
+    if (turn_.has(first_key, keys)) return turn_.packed();
+    if (!is_prepared_) packed_.first = Packed::first_of_block(first_key);
+    return packed_;
+  }
+
   /// Calls use(k, count) for each two of the keys, or the last, when their products are there:
   /// those of 16 keys are multiplied before vectors work on the 16 before them.
   template <int kVectors, class Use>
   QKV_INLINE void pairs_of_keys(int64_t first_key, int keys, int first_row, Use use) {
+    const Packed& packed = packed_for(first_key, keys);
+    if (&packed == &packed_ && !is_prepared_) {
+      packed.pack_keys(p_, keys_, {first_key, first_key + keys});
+    }
     const int64_t depth = Packed::depth(p_);
-    if (!is_prepared_) packed_.pack_keys(p_, keys_ + first_key * p_.key.row_stride, keys);
-    const Half* packed = packed_.keys + (is_prepared_ ? first_key * depth : 0);
+    const Half* first_line = packed.key(p_, first_key);
     const auto multiply_keys = [&](int k) __attribute__((always_inline)) {
       TileProduct<Half, kVectors, false>{depth / kTileDepth,
-                                         {packed + k * depth, depth, kTileDepth},
+                                         {first_line + k * depth, depth, kTileDepth},
                                          {query_t_ + first_row, kRows},
                                          product(k),
                                          kRows}
@@ -280,7 +332,7 @@ class AmxSource {
 
   /// sum[row] += P, as rounded: four sums, for an addition has to wait for the one before it.
   template <int kVectors>
-  void add_sums(int keys, const Pair* weights, float* sum) const {
+  void add_sums(int keys, const Pair* weights, Sums<float> sums) const {
     const int pairs = (keys + 1) / 2;
     for (int v = 0; v < kVectors; ++v) {
       S::Number total[4];
@@ -295,12 +347,14 @@ class AmxSource {
         for (int i = 0; i < 4; ++i) add(i);
       }
       for (; pair < pairs; ++pair) add(0);
-      float* to = sum + v * S::kWidth;
-      S::store(to, S::load(to) + ((total[0] + total[1]) + (total[2] + total[3])));
+      float* to = sums.first + v * S::kWidth;
+      const auto before = sums.has_any ? S::load(to) : S::zero();
+      S::store(to, before + ((total[0] + total[1]) + (total[2] + total[3])));
     }
   }
 
   const Problem<float>& p_;
+  const Turn& turn_;
   TileRegisters registers_;
   const Half* keys_;
   const Half* values_;

@@ -11,7 +11,7 @@
 //
 // If K and V of a head are too large for a second-level cache, or not multiplied where they lie, up
 // to eight of its tiles take turns: each takes in the same keys, a quarter of a MiB, before they
-// all go on to the next.
+// all go on to the next. Where there are no more keys than that, a tile is done after its one turn.
 //
 // Source: what a tile's products are done in (forward_source.inc.h).
 
@@ -65,6 +65,13 @@ inline bool shares_turns(const Problem<T>& p) {
   return Source::Turn::bytes(p, 1) > 0;
 }
 
+/// Whether K and V are prepared for all tiles of a head: by a source that does so, unless the tiles
+/// are one unit, which packs them for itself.
+template <class Source, class T>
+inline bool is_prepared(const Problem<T>& p, int64_t in_turn) {
+  return Source::prepared_bytes(p) > 0 && in_turn < RowTile<Source::kRows>::count_of_head(p);
+}
+
 /// Whether tile t, the first of so many in turn, reads K and V from far away: those of a large
 /// head, or those of any, as one of the two tiles that run first, at once on two threads.
 template <class Source, class T>
@@ -76,21 +83,29 @@ inline bool first_tile_fetches(const Problem<T>& p, int64_t t, int64_t count) {
   return reads_stored && (begins_head || is_large_head<Source>(p));
 }
 
+/// Whether each tile has one turn, as all of the keys fit in it.
+template <class Source, class T>
+inline bool has_one_turn(const Problem<T>& p, int64_t keys, int64_t in_turn) {
+  return in_turn == 1 || keys <= keys_of_turn<Source>(p);
+}
+
 /// How many tiles of a head take turns: as many as leave each of `threads` threads 8 units, or, of
 /// those that share copies, up to four if they leave it 4. No bit of a result depends on it.
 template <class Source, class T>
 inline int64_t forward_tiles_in_turn(const ForwardParams<T>& params, int64_t threads) {
   const Problem<T>& p = params.problem;
-  const bool share = shares_turns<Source>(p);
-  if (!share && !is_large_head<Source>(p)) return 1;
+  const bool share = shares_turns<Source>(p), is_large = is_large_head<Source>(p);
+  if (!share && !is_large) return 1;
   const int64_t tiles = RowTile<Source::kRows>::count_of_head(p);
   const int64_t of_thread = p.batch * p.kv_heads * tiles * forward_splits<Source>(p) / threads;
-  const auto leaving = [of_thread](int64_t units, int64_t most) {
-    return of_thread / units < most ? of_thread / units : most;
+  const auto leaving = [=](int64_t units, int64_t most) {
+    const int64_t in_turn = of_thread / units < most ? of_thread / units : most;
+    return in_turn < 1 ? 1 : in_turn < tiles ? in_turn : tiles;
   };
   const int64_t several = leaving(8, kMaxTilesInTurn), few = share ? leaving(4, 4) : 1;
   const int64_t in_turn = several > few ? several : few;
-  return in_turn < 1 ? 1 : in_turn < tiles ? in_turn : tiles;
+  if (is_prepared<Source>(p, in_turn)) return is_large ? several : 1;
+  return in_turn;
 }
 
 /// One unit of work is one range of keys, or all, for one tile or for tiles that take turns.
@@ -168,9 +183,11 @@ struct TileInTurn {
 template <class Source, class T>
 inline int64_t forward_scratch_bytes(const ForwardParams<T>& params, int64_t in_turn) {
   const Problem<T>& p = params.problem;
-  const int64_t shared = in_turn == 1 ? 0 : Source::Turn::bytes(p, keys_of_turn<Source>(p));
+  const bool share = in_turn > 1 && !is_prepared<Source>(p, in_turn);
+  const int64_t shared = share ? Source::Turn::bytes(p, keys_of_turn<Source>(p)) : 0;
+  const int64_t tiles_at_once = has_one_turn<Source>(p, p.keys, in_turn) ? 1 : in_turn;
   const int64_t tiles = whole_lines(ForwardTile<Source>::block_bytes(p)) +
-                        in_turn * TileInTurn<Source>::bytes(p) + shared;
+                        tiles_at_once * TileInTurn<Source>::bytes(p) + shared;
   const int64_t rows = few_rows_scratch_bytes(p, Source::kFewRows);
   return tiles > rows ? tiles : rows;
 }
@@ -189,18 +206,106 @@ inline void forward_few_rows(const ForwardParams<T>& params, int64_t head, KeyRa
   if (partial == nullptr) merge(params, tile, 1, result);
 }
 
-/// What tiles that take turns take in next, up to `end`: at most keys_of_turn.
-template <class Source>
-inline KeyRange next_keys_of_any(TileInTurn<Source>* const* tile, int64_t count, int64_t end) {
-  KeyRange any{end, 0};
-  for (int64_t i = 0; i < count; ++i) {
-    const KeyRange keys = tile[i]->tile.next_keys(end);
-    if (keys.empty()) continue;
-    if (keys.begin < any.begin) any.begin = keys.begin;
-    if (keys.end > any.end) any.end = keys.end;
+/// Tiles of a head and keys of theirs.
+template <class Source, class T>
+class UnitOfTiles {
+ public:
+  UnitOfTiles(const ForwardParams<T>& params, int64_t in_turn, int64_t unit, KeyRange keys,
+              void* scratch)
+      : params_(params),
+        p_(params.problem),
+        unit_(forward_unit<Source>(p_, in_turn, unit)),
+        next_(forward_unit<Source>(p_, in_turn, unit + params.units_to_next)),
+        keys_(keys),
+        tiles_at_once_(has_one_turn<Source>(p_, p_.keys, in_turn) ? 1 : in_turn),
+        block_(static_cast<char*>(scratch)),
+        memory_(block_ + whole_lines(ForwardTile<Source>::block_bytes(p_))),
+        shared_(params, keys_of_turn<Source>(p_), memory_ + tiles_at_once_ * Tile::bytes(p_)) {}
+
+  void run() {
+    if (tiles_at_once_ == 1) {
+      if (unit_.tiles > 1) shared_.load(rows_of(0), keys_of_all_tiles());
+      for (int64_t i = 0; i < unit_.tiles; ++i) {
+        Tile* tile = begin(i, memory_);
+        tile->tile.run_until(keys_.end);
+        end(i, tile);
+      }
+      return;
+    }
+    Tile* tile[kMaxTilesInTurn];
+    for (int64_t i = 0; i < unit_.tiles; ++i) tile[i] = begin(i, memory_ + i * Tile::bytes(p_));
+    const int64_t step = unit_.tiles == 1 ? p_.keys : keys_of_turn<Source>(p_);
+    for (int64_t end = keys_.begin; end < keys_.end;) {
+      end = end + step < keys_.end ? end + step : keys_.end;
+      if (unit_.tiles > 1) {
+        const KeyRange next = next_keys_of_any(tile, end);
+        if (!next.empty()) shared_.load(tile[0]->rows, next);
+      }
+      for (int64_t i = 0; i < unit_.tiles; ++i) tile[i]->tile.run_until(end);
+    }
+    for (int64_t i = 0; i < unit_.tiles; ++i) end(i, tile[i]);
   }
-  return any;
-}
+
+ private:
+  using Rows = RowTile<Source::kRows>;
+  using Tile = TileInTurn<Source>;
+
+  Rows rows_of(int64_t i) const { return Rows::of_head(p_, unit_.head, unit_.first_tile + i); }
+
+  Tile* begin(int64_t i, char* memory) {
+    const bool fetches = i == 0 && first_tile_fetches<Source>(p_, unit_.first_tile, unit_.tiles);
+    Tile* tile = new (memory)
+        Tile(params_, unit_.head, unit_.first_tile + i, keys_, fetches, shared_, block_);
+    // One block of keys is too little to gain by it.
+    if (unit_.splits > 1 || p_.keys <= Source::kBlockKeys || params_.out.data == nullptr) {
+      return tile;
+    }
+    if (tiles_at_once_ == 1 && i + 1 < unit_.tiles) {
+      tile->fetch_ahead(p_, unit_.head, unit_.first_tile + i + 1);
+    } else if (const int64_t of_next = tiles_at_once_ == 1 ? 0 : i;
+               next_.head < p_.batch * p_.kv_heads && of_next < next_.tiles) {
+      tile->fetch_ahead(p_, next_.head, next_.first_tile + of_next);
+    }
+    return tile;
+  }
+
+  void end(int64_t i, Tile* tile) const {
+    if (unit_.splits == 1) {
+      tile->tile.write_results();
+    } else {
+      tile->tile.write_partial(
+          partial_of_tile<Source>(params_, unit_.head, unit_.split, unit_.first_tile + i));
+    }
+    tile->~Tile();
+  }
+
+  KeyRange keys_of_all_tiles() const {
+    const KeyRange seen = keys_of_any(p_.band, rows_of(0).first_query(),
+                                      rows_of(unit_.tiles - 1).last_query(), p_.keys);
+    return KeyRange{first_of_eight(seen.begin), seen.end}.intersection(keys_);
+  }
+
+  /// What tiles that take turns take in next, up to `end`: at most keys_of_turn.
+  KeyRange next_keys_of_any(Tile* const* tile, int64_t end) const {
+    KeyRange any{end, 0};
+    for (int64_t i = 0; i < unit_.tiles; ++i) {
+      const KeyRange keys = tile[i]->tile.next_keys(end);
+      if (keys.empty()) continue;
+      if (keys.begin < any.begin) any.begin = keys.begin;
+      if (keys.end > any.end) any.end = keys.end;
+    }
+    return any;
+  }
+
+  const ForwardParams<T>& params_;
+  const Problem<T>& p_;
+  const ForwardUnit unit_, next_;
+  const KeyRange keys_;
+  const int64_t tiles_at_once_;
+  char* const block_;
+  char* const memory_;
+  typename Source::Turn shared_;
+};
 
 template <class Source, class T>
 inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, int64_t unit,
@@ -215,39 +320,7 @@ inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, i
       return;
     }
   }
-  using Tile = TileInTurn<Source>;
-  Tile* tile[kMaxTilesInTurn];
-  char* memory = static_cast<char*>(scratch) + whole_lines(ForwardTile<Source>::block_bytes(p));
-  typename Source::Turn shared(p, memory + in_turn * Tile::bytes(p));
-  for (int64_t i = 0; i < count; ++i, memory += Tile::bytes(p)) {
-    const bool fetches = i == 0 && first_tile_fetches<Source>(p, first, count);
-    tile[i] = new (memory) Tile(params, head, first + i, keys, fetches, shared, scratch);
-  }
-  // One block of keys is too little to gain by it.
-  if (splits == 1 && p.keys > Source::kBlockKeys && params.out.data != nullptr) {
-    const auto next = forward_unit<Source>(p, in_turn, unit + params.units_to_next);
-    const int64_t next_tiles = next.head < p.batch * p.kv_heads ? next.tiles : 0;
-    for (int64_t i = 0; i < count && i < next_tiles; ++i) {
-      tile[i]->fetch_ahead(p, next.head, next.first_tile + i);
-    }
-  }
-  const int64_t step = count == 1 ? p.keys : keys_of_turn<Source>(p);
-  for (int64_t end = keys.begin; end < keys.end;) {
-    end = end + step < keys.end ? end + step : keys.end;
-    if (count > 1) {
-      const KeyRange next = next_keys_of_any(tile, count, end);
-      if (!next.empty()) shared.load(tile[0]->rows, next);
-    }
-    for (int64_t i = 0; i < count; ++i) tile[i]->tile.run_until(end);
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    if (splits == 1) {
-      tile[i]->tile.write_results();
-    } else {
-      tile[i]->tile.write_partial(partial_of_tile<Source>(params, head, split, first + i));
-    }
-    tile[i]->~Tile();
-  }
+  UnitOfTiles<Source, T>(params, in_turn, unit, keys, scratch).run();
 }
 
 /// After all units, if there is a partial: one unit is one key/value head.
@@ -261,9 +334,9 @@ inline void merge_forward(const ForwardParams<T>& params, int64_t head) {
 }
 
 template <class Source, class T>
-inline int64_t forward_prepared_bytes(const ForwardParams<T>& params) {
+inline int64_t forward_prepared_bytes(const ForwardParams<T>& params, int64_t in_turn) {
   const Problem<T>& p = params.problem;
-  return p.batch * p.kv_heads * Source::prepared_bytes(p);
+  return is_prepared<Source>(p, in_turn) ? p.batch * p.kv_heads * Source::prepared_bytes(p) : 0;
 }
 
 /// Before all units; one unit is one key/value head.

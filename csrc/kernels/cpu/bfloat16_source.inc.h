@@ -69,8 +69,8 @@ class BFloat16Source {
       return pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
     }
 
-    Turn(const Problem<float>& p, void* memory)
-        : p_(p), values_(static_cast<BFloat16Pair*>(memory)) {}
+    Turn(const ForwardParams<float>& params, int64_t, void* memory)
+        : p_(params.problem), values_(static_cast<BFloat16Pair*>(memory)) {}
 
     void load(const RowTile<kRows>& tile, KeyRange keys) {
       keys_ = keys;

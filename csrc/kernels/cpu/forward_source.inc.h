@@ -63,7 +63,8 @@ class ForwardSource
       return keys * row * static_cast<int64_t>(sizeof(T));
     }
 
-    Turn(const Problem<T>& p, void* memory) : p_(p), memory_(static_cast<T*>(memory)) {}
+    Turn(const ForwardParams<T>& params, int64_t, void* memory)
+        : p_(params.problem), memory_(static_cast<T*>(memory)) {}
 
     void load(const RowTile<kRows>& tile, KeyRange keys) {
       const int64_t count = keys.end - keys.begin;

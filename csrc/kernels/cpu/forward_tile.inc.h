@@ -45,18 +45,6 @@ namespace qkv::kernels::QKV_ISA {
 constexpr int kForwardBlockKeys = 128;
 constexpr int kEdgeKeys = 16;
 
-/// For a source whose tiles that take turns share nothing but what is prepared.
-struct NothingInTurn {
-  template <class T>
-  static int64_t bytes(const Problem<T>&, int64_t) {
-    return 0;
-  }
-  template <class T>
-  NothingInTurn(const Problem<T>&, void*) {}
-  template <int kRows>
-  void load(const RowTile<kRows>&, KeyRange) {}
-};
-
 template <class Source>
 class ForwardTile {
  public:

@@ -17,7 +17,7 @@ struct ForwardKernels {
   int64_t (*forward_units)(const ForwardParams<T>&, int64_t in_turn);
   int64_t (*forward_scratch_bytes)(const ForwardParams<T>&, int64_t in_turn);
   int64_t (*forward_partial_size)(const ForwardParams<T>&);
-  int64_t (*forward_prepared_bytes)(const ForwardParams<T>&);
+  int64_t (*forward_prepared_bytes)(const ForwardParams<T>&, int64_t in_turn);
   void (*prepare_forward)(const ForwardParams<T>&, int64_t head);
   void (*forward)(const ForwardParams<T>&, int64_t in_turn, int64_t unit, void* scratch);
   void (*merge_forward)(const ForwardParams<T>&, int64_t head);

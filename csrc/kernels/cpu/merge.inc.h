@@ -29,9 +29,9 @@ inline int64_t partial_row(const Problem<T>& problem) {
 template <class T, int kRows>
 inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, int64_t splits,
                   const T* partial) {
-  using Output = OutputRows<T, kRows>;
+  constexpr int kColumns = 64;  // at once
   const Problem<T>& p = params.problem;
-  const Output output(params, tile);
+  const OutputRows<T, kRows> output(params, tile);
   const T minus_infinity = -static_cast<T>(__builtin_inff());
   const int64_t step = rows_of_kv_head(p) * partial_row(p);
   alignas(64) T maxima[kRows], sums[kRows];
@@ -56,10 +56,10 @@ inline void merge(const ForwardParams<T>& params, const RowTile<kRows>& tile, in
     if (p.sinks.data != nullptr) normaliser = add_sink(tile.number_of_head(p.sinks, r), max, sum);
     normaliser *= dropout_scale<T>(p.dropout);
     const int64_t columns = params.out.data != nullptr ? p.value_dim : 0;
-    for (int64_t first = 0; first < columns; first += Output::kColumns) {
+    for (int64_t first = 0; first < columns; first += kColumns) {
       const int64_t left = columns - first;
-      const int64_t width = left < Output::kColumns ? left : Output::kColumns;
-      T out[Output::kColumns] = {};
+      const int64_t width = left < kColumns ? left : kColumns;
+      T out[kColumns] = {};
       for (int64_t s = 0; s < splits; ++s) {
         const T* part = parts + s * step + first;
         for (int64_t d = 0; d < width; ++d) out[d] += factor[s] * part[d];

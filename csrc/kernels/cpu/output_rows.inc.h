@@ -12,8 +12,6 @@ namespace qkv::kernels::QKV_ISA {
 template <class T, int kRows>
 class OutputRows {
  public:
-  static constexpr int kColumns = 64;  // at once
-
   OutputRows(const ForwardParams<T>& params, const RowTile<kRows>& tile)
       : params_(params), tile_(tile) {}
 
@@ -30,29 +28,60 @@ class OutputRows {
 
   /// out[r][d] = scale[r] · from[d][r]
   void write_transposed(const T* from, const T* scale) const {
-    using S = Simd<T>;
-    const int64_t width = params_.problem.value_dim;
-    if (params_.out_storage == Storage::kSame) {
-      tile_.unpack_transposed(from, width, scale, params_.out);
-      return;
-    }
-    alignas(64) T lines[S::kWidth][kColumns];
-    T* to[S::kWidth];
-    for (int l = 0; l < S::kWidth; ++l) to[l] = lines[l];
-    for (int r = 0; r < tile_.rows; r += S::kWidth) {
-      const int rows = tile_.rows - r < S::kWidth ? tile_.rows - r : S::kWidth;
-      for (int64_t d = 0; d < width; d += kColumns) {
-        const int64_t columns = width - d < kColumns ? width - d : kColumns;
-        transpose_columns<T, T>(from + d * kRows + r, kRows, columns, S::load(scale + r), to);
-        for (int l = 0; l < rows; ++l) write(r + l, d, columns, lines[l]);
+    if constexpr (sizeof(T) == 4) {
+      switch (params_.out_storage) {
+        case Storage::kBFloat16:
+          return round_transposed<BFloat16>(from, scale);
+        case Storage::kFloat16:
+          return round_transposed<Float16>(from, scale);
+        case Storage::kSame:
+          break;
       }
     }
+    tile_.unpack_transposed(from, params_.problem.value_dim, scale, params_.out);
   }
 
  private:
+  using S = Simd<T>;
+
+  template <class Stored>
+  QKV_ONE_COPY void round_transposed(const T* from, const T* scale) const {
+    const int64_t width = params_.problem.value_dim;
+    const auto rows = tile_.template stored_rows_in<Stored>(params_.out),
+               rests = tile_.template stored_rows_in<Stored>(params_.out_rest);
+    if (params_.out.column_stride != 1 || params_.out_rest.column_stride != 1) {
+      for (int r = 0; r < tile_.rows; ++r) {
+        for (int64_t d = 0; d < width; ++d) {
+          round(rows[r] + d * params_.out.column_stride,
+                rests[r] + d * params_.out_rest.column_stride, scale[r] * from[d * kRows + r]);
+        }
+      }
+      return;
+    }
+    for (int r = 0; r < tile_.rows; r += S::kWidth) {
+      Stored *to[S::kWidth], *rest[S::kWidth];
+      for (int l = 0; l < S::kWidth; ++l) {
+        const bool is_row = r + l < tile_.rows;
+        to[l] = is_row ? rows[r + l] : nullptr;
+        rest[l] = is_row ? rests[r + l] : nullptr;
+      }
+      put_columns<T>(
+          from + r, kRows, width, S::load(scale + r),
+          [&](int l, int64_t d, typename S::Number x, int count) __attribute__((always_inline)) {
+            if (to[l] == nullptr) return;
+            if (count == S::kWidth) {
+              store_rounded<T>(to[l] + d, x);
+              store_rounded<T>(rest[l] + d, x - load_stored<T>(to[l] + d));
+            } else {
+              store_first<T>(to[l] + d, x, count);
+              store_first<T>(rest[l] + d, x - load_first<T>(to[l] + d, count), count);
+            }
+          });
+    }
+  }
+
   template <class Stored>
   void round(int r, int64_t first, int64_t width, const T* x) const {
-    using S = Simd<T>;
     const int64_t column = params_.out.column_stride, rest_column = params_.out_rest.column_stride;
     Stored* to = tile_.template stored_row<Stored>(params_.out, r) + first * column;
     Stored* rest = tile_.template stored_row<Stored>(params_.out_rest, r) + first * rest_column;
@@ -64,11 +93,13 @@ class OutputRows {
         store_rounded<T>(rest + d, exact - load_stored<T>(to + d));
       }
     }
-    for (; d < width; ++d) {
-      const Stored rounded = Stored::rounded(x[d]);
-      to[d * column] = rounded;
-      rest[d * rest_column] = Stored::rounded(x[d] - static_cast<T>(rounded));
-    }
+    for (; d < width; ++d) round(to + d * column, rest + d * rest_column, x[d]);
+  }
+
+  template <class Stored>
+  static void round(Stored* to, Stored* rest, T x) {
+    *to = Stored::rounded(x);
+    *rest = Stored::rounded(x - static_cast<T>(*to));
   }
 
   const ForwardParams<T>& params_;

@@ -184,12 +184,11 @@ QKV_ONE_COPY void transpose_rows(const Stored* const (&from)[Simd<T>::kWidth], i
   for (int c = 0; c < left; ++c) S::store(to + c * to_row, square[c] * factor);
 }
 
-/// to[l][d] = scale[l] · from[d · from_row + l] for d < width and the rows that are not nullptr,
-/// rounded if those are stored in 16 bits
-template <class T, class Stored>
-QKV_ONE_COPY void transpose_columns(const T* from, int64_t from_row, int64_t width,
-                                    typename Simd<T>::Number scale,
-                                    Stored* const (&to)[Simd<T>::kWidth]) {
+/// put(l, d, x, count) for all lanes l and each vector of the columns d < width: the first `count`
+/// numbers of x are scale[l] · from[d · from_row + l] and those after it.
+template <class T, class Put>
+QKV_INLINE void put_columns(const T* from, int64_t from_row, int64_t width,
+                            typename Simd<T>::Number scale, Put put) {
   using S = Simd<T>;
   constexpr int kWidth = S::kWidth;
   int64_t d = 0;
@@ -199,9 +198,7 @@ QKV_ONE_COPY void transpose_columns(const T* from, int64_t from_row, int64_t wid
     for (int c = 0; c < kWidth; ++c) square[c] = S::load(from + c * from_row) * scale;
     transpose<T>(square);
 #pragma GCC unroll 16
-    for (int l = 0; l < kWidth; ++l) {
-      if (to[l] != nullptr) store_rounded<T>(to[l] + d, square[l]);
-    }
+    for (int l = 0; l < kWidth; ++l) put(l, d, square[l], kWidth);
   }
   const int left = static_cast<int>(width - d);
   if (left == 0) return;
@@ -210,9 +207,26 @@ QKV_ONE_COPY void transpose_columns(const T* from, int64_t from_row, int64_t wid
     square[c] = c < left ? S::load(from + c * from_row) * scale : S::zero();
   }
   transpose<T>(square);
-  for (int l = 0; l < kWidth; ++l) {
-    if (to[l] != nullptr) store_first<T>(to[l] + d, square[l], left);
-  }
+  for (int l = 0; l < kWidth; ++l) put(l, d, square[l], left);
+}
+
+/// to[l][d] = scale[l] · from[d · from_row + l] for d < width and the rows that are not nullptr,
+/// rounded if those are stored in 16 bits
+template <class T, class Stored>
+QKV_ONE_COPY void transpose_columns(const T* from, int64_t from_row, int64_t width,
+                                    typename Simd<T>::Number scale,
+                                    Stored* const (&to)[Simd<T>::kWidth]) {
+  using S = Simd<T>;
+  put_columns<T>(
+      from, from_row, width,
+      scale, [&](int l, int64_t d, typename S::Number x, int count) __attribute__((always_inline)) {
+        if (to[l] == nullptr) return;
+        if (count == S::kWidth) {
+          store_rounded<T>(to[l] + d, x);
+        } else {
+          store_first<T>(to[l] + d, x, count);
+        }
+      });
 }
 
 }  // namespace qkv::kernels::QKV_ISA
