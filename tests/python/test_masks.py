@@ -46,6 +46,44 @@ def options(masking, dtype):
     return kwargs
 
 
+def _layouts(m, n, heads, kind):
+    """Masks of (heads, m, n) that are read in a way of their own."""
+    g = samples.generator(7)
+
+    def mask(*shape):
+        x = torch.randn(shape, generator=g)
+        return x > -1 if kind is bool else x.masked_fill(x < -1.5, -INF).to(kind)
+
+    return {
+        "a number for a row": mask(heads, m, 1),
+        "a number for a head": mask(heads, 1, 1),
+        "transposed": mask(heads, n, m).mT,
+        "heads innermost": mask(m, n, heads).permute(2, 0, 1),
+        "transposed, of all heads": mask(n, m).mT,
+        "every other key": mask(heads, m, 2 * n)[..., ::2],
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, bool], ids=str)
+def test_bits_do_not_depend_on_where_a_mask_lies(kind, rows):
+    g = samples.generator(3)
+    dtype = torch.float32 if kind is bool else kind
+    query, key, value = (
+        torch.randn(2, 3, n, 8, generator=g).to(dtype).requires_grad_() for n in (rows, 200, 200)
+    )
+
+    def results(mask):
+        out = qkv.attention(query, key, value, mask)
+        grads = torch.autograd.grad(out.sum(), (query, key, value), create_graph=True)
+        return out, *grads, *torch.autograd.grad(grads[0].square().sum(), (query, key, value))
+
+    for name, mask in _layouts(rows, 200, 3, kind).items():
+        whole = mask.expand(3, rows, 200).contiguous()
+        for found, expected in zip(results(mask), results(whole), strict=True):
+            assert torch.equal(found, expected), name
+
+
 @pytest.mark.parametrize("value_dim", [1, 3, 9, 19])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @EVERY_DTYPE

@@ -247,6 +247,24 @@ def test_files_of_every_kind(tmp_path):
         assert torch.equal(other(x), module(x))
 
 
+def test_masks_of_sizes_that_depend_on_data():
+    """Of as many keys as another tensor selects, which no graph knows to be those of the input."""
+    module = qkv.nn.MultiheadAttention(8, 2)
+
+    def attend(x, padding, mask, kept, same_kept):
+        rows, keys = kept.nonzero().squeeze(-1), same_kept.nonzero().squeeze(-1)
+        mask = mask.index_select(0, rows).index_select(1, keys)
+        padding = padding.index_select(1, keys)
+        return module(x.index_select(1, rows), attn_mask=mask, key_padding_mask=padding)
+
+    x, mask, kept = torch.randn(2, 6, 8), torch.randn(6, 6), torch.arange(6) % 2 == 0
+    padding = torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = compiled(x, padding, mask, kept, kept.clone())
+    torch.testing.assert_close(found, attend(x, padding, mask, kept, kept))
+
+
 class WithTable(torch.nn.Module):
     def __init__(self, number):
         super().__init__()

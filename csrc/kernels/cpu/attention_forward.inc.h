@@ -85,8 +85,8 @@ inline bool first_tile_fetches(const Problem<T>& p, int64_t t, int64_t count) {
 
 /// Whether each tile has one turn, as all of the keys fit in it.
 template <class Source, class T>
-inline bool has_one_turn(const Problem<T>& p, int64_t keys, int64_t in_turn) {
-  return in_turn == 1 || keys <= keys_of_turn<Source>(p);
+inline bool has_one_turn(const Problem<T>& p, int64_t in_turn) {
+  return in_turn == 1 || p.keys <= keys_of_turn<Source>(p);
 }
 
 /// How many tiles of a head take turns: as many as leave each of `threads` threads 8 units, or, of
@@ -185,65 +185,62 @@ inline int64_t forward_scratch_bytes(const ForwardParams<T>& params, int64_t in_
   const Problem<T>& p = params.problem;
   const bool share = in_turn > 1 && !is_prepared<Source>(p, in_turn);
   const int64_t shared = share ? Source::Turn::bytes(p, keys_of_turn<Source>(p)) : 0;
-  const int64_t tiles_at_once = has_one_turn<Source>(p, p.keys, in_turn) ? 1 : in_turn;
+  const int64_t tiles_at_once = has_one_turn<Source>(p, in_turn) ? 1 : in_turn;
   const int64_t tiles = whole_lines(ForwardTile<Source>::block_bytes(p)) +
                         tiles_at_once * TileInTurn<Source>::bytes(p) + shared;
   const int64_t rows = few_rows_scratch_bytes(p, Source::kFewRows);
   return tiles > rows ? tiles : rows;
 }
 
-/// Few rows and some of their keys: to partial, or merged at once if it is nullptr.
+/// Few rows and some of their keys: to partial, or merged at once if these are all.
 template <class Source, class T>
-inline void forward_few_rows(const ForwardParams<T>& params, int64_t head, KeyRange keys,
-                             T* partial, T* scratch) {
+inline void forward_few_rows(const ForwardParams<T>& params, const ForwardUnit& unit, T* scratch) {
   const Problem<T>& p = params.problem;
-  const auto tile = RowTile<Simd<T>::kWidth>::of_head(p, head, 0);
-  T* result = partial != nullptr ? partial : scratch;
-  T* rest = partial != nullptr ? scratch : scratch + rows_of_kv_head(p) * partial_row(p);
+  const auto tile = RowTile<Simd<T>::kWidth>::of_head(p, unit.head, 0);
+  const bool all = unit.splits == 1;
+  T* result = all ? scratch : partial_of_tile<Source>(params, unit.head, unit.split, 0);
+  T* rest = all ? scratch + rows_of_kv_head(p) * partial_row(p) : scratch;
   Source::with_few_rows(p.key_value_storage, [&](auto stored, auto products) {
-    few_rows<decltype(products), T, decltype(stored)>(params, tile, keys, result, rest);
+    few_rows<decltype(products), T, decltype(stored)>(
+        params, tile, keys_of_forward_split<Source>(p, unit.split), result, rest);
   });
-  if (partial == nullptr) merge(params, tile, 1, result);
+  if (all) merge(params, tile, 1, result);
 }
 
-/// Tiles of a head and keys of theirs.
+/// Tiles of a head and keys of theirs, tile after tile, or so many keys of each in turn.
 template <class Source, class T>
 class UnitOfTiles {
  public:
-  UnitOfTiles(const ForwardParams<T>& params, int64_t in_turn, int64_t unit, KeyRange keys,
-              void* scratch)
+  UnitOfTiles(const ForwardParams<T>& params, int64_t in_turn, int64_t unit, void* scratch)
       : params_(params),
         p_(params.problem),
         unit_(forward_unit<Source>(p_, in_turn, unit)),
         next_(forward_unit<Source>(p_, in_turn, unit + params.units_to_next)),
-        keys_(keys),
-        tiles_at_once_(has_one_turn<Source>(p_, p_.keys, in_turn) ? 1 : in_turn),
+        keys_(keys_of_forward_split<Source>(p_, unit_.split)),
+        tiles_at_once_(has_one_turn<Source>(p_, in_turn) ? 1 : in_turn),
         block_(static_cast<char*>(scratch)),
         memory_(block_ + whole_lines(ForwardTile<Source>::block_bytes(p_))),
         shared_(params, keys_of_turn<Source>(p_), memory_ + tiles_at_once_ * Tile::bytes(p_)) {}
 
   void run() {
     if (tiles_at_once_ == 1) {
-      if (unit_.tiles > 1) shared_.load(rows_of(0), keys_of_all_tiles());
+      share(keys_of_all_tiles());
       for (int64_t i = 0; i < unit_.tiles; ++i) {
-        Tile* tile = begin(i, memory_);
+        Tile* tile = start(i, memory_);
         tile->tile.run_until(keys_.end);
-        end(i, tile);
+        finish(i, tile);
       }
       return;
     }
     Tile* tile[kMaxTilesInTurn];
-    for (int64_t i = 0; i < unit_.tiles; ++i) tile[i] = begin(i, memory_ + i * Tile::bytes(p_));
+    for (int64_t i = 0; i < unit_.tiles; ++i) tile[i] = start(i, memory_ + i * Tile::bytes(p_));
     const int64_t step = unit_.tiles == 1 ? p_.keys : keys_of_turn<Source>(p_);
     for (int64_t end = keys_.begin; end < keys_.end;) {
       end = end + step < keys_.end ? end + step : keys_.end;
-      if (unit_.tiles > 1) {
-        const KeyRange next = next_keys_of_any(tile, end);
-        if (!next.empty()) shared_.load(tile[0]->rows, next);
-      }
+      share(next_keys_of_any(tile, end));
       for (int64_t i = 0; i < unit_.tiles; ++i) tile[i]->tile.run_until(end);
     }
-    for (int64_t i = 0; i < unit_.tiles; ++i) end(i, tile[i]);
+    for (int64_t i = 0; i < unit_.tiles; ++i) finish(i, tile[i]);
   }
 
  private:
@@ -252,7 +249,11 @@ class UnitOfTiles {
 
   Rows rows_of(int64_t i) const { return Rows::of_head(p_, unit_.head, unit_.first_tile + i); }
 
-  Tile* begin(int64_t i, char* memory) {
+  void share(KeyRange keys) {
+    if (unit_.tiles > 1 && !keys.empty()) shared_.load(rows_of(0), keys);
+  }
+
+  Tile* start(int64_t i, char* memory) const {
     const bool fetches = i == 0 && first_tile_fetches<Source>(p_, unit_.first_tile, unit_.tiles);
     Tile* tile = new (memory)
         Tile(params_, unit_.head, unit_.first_tile + i, keys_, fetches, shared_, block_);
@@ -269,7 +270,7 @@ class UnitOfTiles {
     return tile;
   }
 
-  void end(int64_t i, Tile* tile) const {
+  void finish(int64_t i, Tile* tile) const {
     if (unit_.splits == 1) {
       tile->tile.write_results();
     } else {
@@ -311,16 +312,14 @@ template <class Source, class T>
 inline void attention_forward(const ForwardParams<T>& params, int64_t in_turn, int64_t unit,
                               void* scratch) {
   const Problem<T>& p = params.problem;
-  const auto [head, first, count, split, splits] = forward_unit<Source>(p, in_turn, unit);
-  const KeyRange keys = keys_of_forward_split<Source>(p, split);
   if constexpr (Source::kFewRows > 0) {
     if (are_few_rows(p, Source::kFewRows) && params.out.data != nullptr) {
-      T* partial = splits == 1 ? nullptr : partial_of_tile<Source>(params, head, split, 0);
-      forward_few_rows<Source>(params, head, keys, partial, static_cast<T*>(scratch));
+      forward_few_rows<Source>(params, forward_unit<Source>(p, in_turn, unit),
+                               static_cast<T*>(scratch));
       return;
     }
   }
-  UnitOfTiles<Source, T>(params, in_turn, unit, keys, scratch).run();
+  UnitOfTiles<Source, T>(params, in_turn, unit, scratch).run();
 }
 
 /// After all units, if there is a partial: one unit is one key/value head.
