@@ -14,10 +14,8 @@ def _differ(a: int, b: int) -> bool:
     else:
         differ = a != b
         if torch.compiler.is_compiling() or isinstance(differ, torch.SymBool):
-            # Here, as it takes nearly a second.
-            from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-            return guard_or_false(differ)
+            # Imported by then; to import it takes nearly a second.
+            return torch.fx.experimental.symbolic_shapes.guard_or_false(differ)
         return bool(differ)
 
 
