@@ -215,7 +215,7 @@ class AmxSource {
   void add_values(int64_t first_key, int keys, int first_row, const float*, const uint8_t* bits,
                   Sums<float> out) {
     const Packed& packed = packed_for(first_key, keys);
-    if (&packed == &packed_ && !is_prepared_) {
+    if (!is_packed(first_key, keys)) {
       packed.pack_values(p_, values_, {first_key, first_key + keys}, p_.keys);
     }
     const int64_t first_block = packed.block_of(first_key);
@@ -257,7 +257,12 @@ class AmxSource {
   /// Where the scores of key k of a block go, beside those of the 16 before or after.
   float* product(int k) const { return products_ + k % (2 * kTileRows) * kRows; }
 
-  /// Where K and V of these keys are: packed before, or where those of a block are packed.
+  /// Whether K and V of these keys were packed before, not with their block.
+  bool is_packed(int64_t first_key, int keys) const {
+    return is_prepared_ || turn_.has(first_key, keys);
+  }
+
+  /// Where they are, or where those of a block go.
   const Packed& packed_for(int64_t first_key, int keys) {
     if (turn_.has(first_key, keys)) return turn_.packed();
     if (!is_prepared_) packed_.first = Packed::first_of_block(first_key);
@@ -269,7 +274,7 @@ class AmxSource {
   template <int kVectors, class Use>
   QKV_INLINE void pairs_of_keys(int64_t first_key, int keys, int first_row, Use use) {
     const Packed& packed = packed_for(first_key, keys);
-    if (&packed == &packed_ && !is_prepared_) {
+    if (!is_packed(first_key, keys)) {
       packed.pack_keys(p_, keys_, {first_key, first_key + keys});
     }
     const int64_t depth = Packed::depth(p_);
