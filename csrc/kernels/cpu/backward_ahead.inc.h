@@ -8,12 +8,11 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-template <int kRows>
 class BackwardAhead {
  public:
   /// While `tile` is worked on: `next` is the tile after it, nullptr if it is the last, and
   /// writes_query says whether dQ of `tile` is written after its last key.
-  template <class T>
+  template <class T, int kRows>
   void begin_tile(const BackwardParams<T>& params, const RowTile<kRows>& tile,
                   const RowTile<kRows>* next, bool writes_query) {
     const Problem<T>& p = params.problem;
@@ -41,7 +40,7 @@ class BackwardAhead {
   }
 
  private:
-  LinesOfTile<kRows> of_tiles_[4];  // Q, dO and O of the next tile, dQ of this one
+  LinesOfTile of_tiles_[4];  // Q, dO and O of the next tile, dQ of this one
   LinesAhead<NextRows> of_keys_[4];
   unsigned turn_ = 0;
 };

@@ -21,6 +21,16 @@ namespace qkv::kernels::QKV_ISA {
 // Few rows take a tile of 1, 2 or 3.
 constexpr int kBackwardVectors = 6;
 
+/// multiply_lines, which fetches what comes next: the same for tiles of any height.
+template <int kVectors, bool kScaled, class T, class Factor>
+QKV_ONE_COPY void multiply_block(int64_t keys, int64_t depth, Rows<Factor> lines,
+                                 const Factor* columns, int64_t row, T scale, T* c,
+                                 BackwardAhead& ahead) {
+  multiply_lines<kVectors, kScaled>(
+      keys, depth, lines, columns, row, /*add=*/false, scale,
+      c, [&]() __attribute__((always_inline)) { ahead.fetch_next(); });
+}
+
 /// What one tile of rows and one block of keys need, in both backward kernels.
 template <class Scores, int kVectors>
 struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
@@ -40,7 +50,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   Rows<T> key;                         // of the block, after load_block, if dQ is asked for
   KeyRange copied{0, 0};               // keys that load_keys made copies of
   Rows<T> copied_keys, copied_values;  // from copied.begin on
-  BackwardAhead<kRows> ahead;          // of the tile and the block
+  BackwardAhead ahead;                 // of the tile and the block
   T* end_of_scratch;
   bool whole;                  // nothing is left out: all of P and dS is written
   SeenKeys<T, kVectors> seen;  // of the block
@@ -165,13 +175,12 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     const int count = static_cast<int>(range.end - range.begin),
               first_row = first_vector * S::kWidth;
     const int64_t first = range.begin * kRows + first_row;
-    const auto fetch_next = [this]() __attribute__((always_inline)) { ahead.fetch_next(); };
-    multiply_lines<kCount, /*kScaled=*/!Scores::kScales>(
+    multiply_block<kCount, /*kScaled=*/!Scores::kScales>(
         count, Scores::depth(p.head_dim), of_key.from(range.begin), query_t + first_row, kRows,
-        /*add=*/false, p.scale, p_tile + first, fetch_next);
-    multiply_lines<kCount, /*kScaled=*/false>(
-        count, Scores::depth(p.value_dim), of_value.from(range.begin), grad_out_t + first_row,
-        kRows, /*add=*/false, T(1), ds_tile + first, fetch_next);
+        p.scale, p_tile + first, ahead);
+    multiply_block<kCount, /*kScaled=*/false>(count, Scores::depth(p.value_dim),
+                                              of_value.from(range.begin), grad_out_t + first_row,
+                                              kRows, T(1), ds_tile + first, ahead);
     Base::template softmax_backward<kCount>(first_key, static_cast<int>(range.begin), count,
                                             first_vector, partial, p_tile + first, ds_tile + first,
                                             cap_tile + first);

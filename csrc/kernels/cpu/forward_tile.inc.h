@@ -442,7 +442,7 @@ class ForwardTile {
   const Tile& tile_;
   bool fetches_;                // K and V
   bool fetches_ahead_ = false;  // the lines of:
-  LinesOfTile<kRows> out_ahead_, query_ahead_;
+  LinesOfTile out_ahead_, query_ahead_;
   T* out_t_;   // [Dv and what else the source sums under the same maximum][rows]
   T* scores_;  // [keys][rows], then the weights
   MaskTile<T, kRows> mask_;

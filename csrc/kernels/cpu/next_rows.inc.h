@@ -51,16 +51,15 @@ class ShareOfNextRows {
 };
 
 /// Those of a tile in one tensor.
-template <int kRows>
 struct NextRowsOfTile {
-  const RowTile<kRows>* tile;
+  const int64_t *head, *query;  // the tile's
   const char* first;
   int64_t head_stride, row_stride;  // bytes
   int64_t width;                    // bytes of one
   int64_t count;
 
   const char* operator[](int64_t r) const {
-    return first + tile->head[r] * head_stride + tile->query[r] * row_stride;
+    return first + head[r] * head_stride + query[r] * row_stride;
   }
 };
 
@@ -100,16 +99,16 @@ inline NextRows next_rows(const RowTile<kRows>& tile, const Operand<const T>& x,
   return rows;
 }
 
-template <int kRows>
-using LinesOfTile = LinesAhead<NextRowsOfTile<kRows>>;
+using LinesOfTile = LinesAhead<NextRowsOfTile>;
 
-/// The lines of a tile's rows in x.
+/// The lines of a tile's rows in x, as long as there is the tile.
 template <int kRows, class Number>
-inline LinesOfTile<kRows> lines_of_tile(const RowTile<kRows>& tile, const Operand<Number>& x,
-                                        Storage storage, int64_t width) {
+inline LinesOfTile lines_of_tile(const RowTile<kRows>& tile, const Operand<Number>& x,
+                                 Storage storage, int64_t width) {
   const int64_t bytes = storage == Storage::kSame ? sizeof(Number) : 2;
-  return LinesOfTile<kRows>(
-      {&tile, reinterpret_cast<const char*>(x.data) + tile.batch.offset(x.batch_stride) * bytes,
+  return LinesOfTile(
+      {tile.head, tile.query,
+       reinterpret_cast<const char*>(x.data) + tile.batch.offset(x.batch_stride) * bytes,
        x.head_stride * bytes, x.row_stride * bytes, width * bytes, tile.rows});
 }
 
