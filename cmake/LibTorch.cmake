@@ -9,24 +9,44 @@
 #                   point to or into, else that of the torch which ${Python3_EXECUTABLE} (or python3)
 #                   imports.
 
-if(NOT QKV_TORCH_DIR)
-  # In find_package's order; torch.utils.cmake_prefix_path is torch/share/cmake, and Torch_DIR its Torch.
-  file(TO_CMAKE_PATH "$ENV{Torch_ROOT}" _qkv_root)
-  file(TO_CMAKE_PATH "$ENV{Torch_DIR}:$ENV{CMAKE_PREFIX_PATH}" _qkv_environment)
-  foreach(_qkv_prefix IN LISTS Torch_DIR Torch_ROOT _qkv_root CMAKE_PREFIX_PATH _qkv_environment)
-    foreach(_qkv_up IN ITEMS "" "/../.." "/../../..")
-      if(_qkv_prefix AND NOT QKV_TORCH_DIR
-         AND EXISTS "${_qkv_prefix}${_qkv_up}/lib/libtorch_cpu.so"
-         AND EXISTS "${_qkv_prefix}${_qkv_up}/include/ATen")
-        get_filename_component(QKV_TORCH_DIR "${_qkv_prefix}${_qkv_up}" REALPATH)
-      endif()
-    endforeach()
-  endforeach()
-endif()
+# The search is made anew each time: only what somebody set is remembered.
+set(QKV_TORCH_DIR "" CACHE PATH "The torch directory, with include/ and lib/; empty: look for it")
 
-if(NOT QKV_TORCH_DIR)
+# Leaves this file, and find_package(qkv), without a LibTorch, nor QKV_TORCH_VERSION.
+macro(qkv_without_torch message)
+  if(CMAKE_FIND_PACKAGE_NAME STREQUAL "qkv")
+    set(qkv_FOUND FALSE)
+    set(qkv_NOT_FOUND_MESSAGE "${message}")
+    unset(QKV_TORCH_VERSION)
+    return()
+  endif()
+  message(FATAL_ERROR "qkv: ${message}")
+endmacro()
+
+# In find_package's order; torch.utils.cmake_prefix_path is torch/share/cmake, and Torch_DIR its Torch.
+set(_qkv_named "")
+file(TO_CMAKE_PATH "$ENV{Torch_ROOT}" _qkv_root)
+file(TO_CMAKE_PATH "$ENV{Torch_DIR}:$ENV{CMAKE_PREFIX_PATH}" _qkv_environment)
+foreach(_qkv_prefix IN LISTS Torch_DIR Torch_ROOT _qkv_root CMAKE_PREFIX_PATH _qkv_environment)
+  foreach(_qkv_up IN ITEMS "" "/../.." "/../../..")
+    if(_qkv_prefix AND NOT _qkv_named
+       AND EXISTS "${_qkv_prefix}${_qkv_up}/lib/libtorch_cpu.so"
+       AND EXISTS "${_qkv_prefix}${_qkv_up}/include/ATen")
+      get_filename_component(_qkv_named "${_qkv_prefix}${_qkv_up}" REALPATH)
+    endif()
+  endforeach()
+endforeach()
+
+if(QKV_TORCH_DIR)
+  get_filename_component(_qkv_set "${QKV_TORCH_DIR}" REALPATH)
+  if(_qkv_named AND NOT _qkv_named STREQUAL _qkv_set)
+    message(STATUS "qkv: not the torch in ${_qkv_named}, as QKV_TORCH_DIR is set (-UQKV_TORCH_DIR)")
+  endif()
+elseif(_qkv_named)
+  set(QKV_TORCH_DIR "${_qkv_named}")
+else()
   if(NOT Python3_EXECUTABLE)
-    find_program(Python3_EXECUTABLE NAMES python3 python REQUIRED)
+    find_program(Python3_EXECUTABLE NAMES python3 python)
   endif()
   # Without importing torch, which would take seconds; and not a torch/ in this folder, which -c would
   # look at first.
@@ -37,16 +57,14 @@ print(u.find_spec('torch').submodule_search_locations[0])"
     OUTPUT_VARIABLE QKV_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE
     RESULT_VARIABLE _qkv_result ERROR_QUIET)
   if(NOT _qkv_result EQUAL 0)
-    message(FATAL_ERROR
-      "qkv: no LibTorch found. Set CMAKE_PREFIX_PATH to a LibTorch, or Python3_EXECUTABLE to a "
-      "Python that has torch (here: ${Python3_EXECUTABLE}).")
+    qkv_without_torch("no LibTorch found. Set CMAKE_PREFIX_PATH to a LibTorch, or Python3_EXECUTABLE \
+to a Python that has torch (here: ${Python3_EXECUTABLE}).")
   endif()
 endif()
 
-set(QKV_TORCH_DIR "${QKV_TORCH_DIR}" CACHE PATH "The torch directory, with include/ and lib/")
 set(_qkv_version_h "${QKV_TORCH_DIR}/include/torch/headeronly/version.h")
 if(NOT EXISTS "${_qkv_version_h}")
-  message(FATAL_ERROR "qkv: needs LibTorch 2.11 or later; the one in ${QKV_TORCH_DIR} is older, or none.")
+  qkv_without_torch("needs LibTorch 2.11 or later; the one in ${QKV_TORCH_DIR} is older, or none.")
 endif()
 file(STRINGS "${_qkv_version_h}" _qkv_lines
      REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
@@ -54,7 +72,8 @@ string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*PATCH ([0-9]+).*" "\\1.\
        QKV_TORCH_VERSION "${_qkv_lines}")
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" QKV_TORCH_VERSION_MAJOR_MINOR "${QKV_TORCH_VERSION}")
 if(QKV_TORCH_VERSION VERSION_LESS 2.11)
-  message(FATAL_ERROR "qkv: needs LibTorch 2.11 or later; that in ${QKV_TORCH_DIR} is ${QKV_TORCH_VERSION}.")
+  qkv_without_torch(
+    "needs LibTorch 2.11 or later; that in ${QKV_TORCH_DIR} is ${QKV_TORCH_VERSION}.")
 endif()
 
 # The target is known in the whole directory, variables in a function only: one may be there without

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/_unsafe_view.h>
 #include <qkv/attention.h>
 
@@ -39,10 +40,12 @@ struct Call {
   bool unbatched_head = false;  // all of the caller's tensors were (rows, width)
   std::string unfused_reason;   // why there is no fused kernel for this; empty: there is one
 
-  /// (1, M, ..) back to (M, ..) if that is what the caller has. Not as a view: autograd would not
-  /// let a result made without grad mode be changed in place.
+  /// (1, M, ..) back to (M, ..) if that is what the caller has. As a view, so that autograd notices
+  /// if it is changed in place; but it would not let a view made without grad mode be changed.
   Tensor restore_rank(const Tensor& x) const {
-    return unbatched_head ? at::_unsafe_view_symint(x, x.sym_sizes().slice(1)) : x;
+    if (!unbatched_head) return x;
+    return at::GradMode::is_enabled() ? x.squeeze(0)
+                                      : at::_unsafe_view_symint(x, x.sym_sizes().slice(1));
   }
 };
 

@@ -32,14 +32,16 @@ Tensor draw_seed(const Operands& x) {
 std::tuple<Tensor, Tensor> run(const char* op, const Call& call) {
   if (verbose()) std::cerr << description(op, call);
   Operands x = call.operands;
-  if (call.unfused_reason.empty()) check_batch_dimensions(op, x);
-  if (x.dropout_p > 0.0) x.dropout_seed = draw_seed(x);
-  if (call.unfused_reason.empty()) {
-    const auto results = attention_forward_op()(x);
-    return {std::get<0>(results), std::get<1>(results)};
+  const bool fused = call.unfused_reason.empty();
+  if (fused) {
+    check_batch_dimensions(op, x);
+  } else {
+    report_fallback(op, call.unfused_reason);
   }
-  report_fallback(op, call.unfused_reason);
-  return reference::attention(x);
+  if (x.dropout_p > 0.0) x.dropout_seed = draw_seed(x);
+  if (!fused) return reference::attention(x);
+  const auto results = attention_forward_op()(x);
+  return {std::get<0>(results), std::get<1>(results)};
 }
 
 Tensor attention_composite(const Arguments& arguments) {

@@ -5,6 +5,9 @@
 #include "cpu/kernels.h"
 #include "dtype_name.h"
 #if defined(QKV_HAS_CUDA)
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+
 #include "kernels/cuda/sm80/tasks.h"
 #endif
 
@@ -12,11 +15,12 @@ namespace qkv {
 
 namespace {
 
-bool has_sizes(const Operands& x) {
+/// Whether sizes say which kernels run: symbols do not, and for no heads none do.
+bool sizes_choose_kernels(const Operands& x) {
   const auto are_numbers = [](const Tensor& operand) {
     return !operand.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
   };
-  return are_numbers(x.query) && are_numbers(x.key) && are_numbers(x.value);
+  return are_numbers(x.query) && are_numbers(x.key) && are_numbers(x.value) && x.key.size(-3) > 0;
 }
 
 /// Whether kernels multiply operands in 16 bits as such (with gradients a GPU's float16 as tf32),
@@ -28,6 +32,10 @@ struct MultipliesIn16Bits {
   explicit MultipliesIn16Bits(const Operands& x) {
     if (x.query.is_cuda()) {
 #if defined(QKV_HAS_CUDA)
+      // The tensors of a trace may be on a device that is not there.
+      const auto device = x.query.device();
+      c10::cuda::OptionalCUDAGuard guard;
+      if (device.index() < c10::cuda::device_count()) guard.set_device(device);
       forward = kernels::sm80::takes_forward(sizes_of<float>(x));
       backward = kernels::sm80::takes_backward(sizes_of<float>(x));
 #endif
@@ -46,7 +54,7 @@ struct MultipliesIn16Bits {
 /// The instruction set of the CPU kernels; two, if passes in 16 bits and in float32 differ.
 std::string isa(const Operands& x) {
   const std::string usual = cpu::kernel_table().isa;
-  if (x.query.scalar_type() == at::kDouble || !has_sizes(x) || x.key.size(-3) == 0) return usual;
+  if (x.query.scalar_type() == at::kDouble || !sizes_choose_kernels(x)) return usual;
   const std::string of_float32 = cpu::kernel_table_for(sizes_of<float>(x)).isa;
   const MultipliesIn16Bits own(x);
   if (!own.forward && !own.backward && !own.second_order) return of_float32;
@@ -57,7 +65,7 @@ std::string isa(const Operands& x) {
 /// The folders of the CUDA kernels: those for tensor cores, those for any GPU, or both.
 std::string cuda_kernels(const Operands& x) {
   if (!has_16_bits(x.query)) return "simt";
-  if (!has_sizes(x)) return "sm80 or simt";
+  if (!sizes_choose_kernels(x)) return "sm80 or simt";
   const MultipliesIn16Bits own(x);
   return !own.forward ? "simt" : own.backward ? "sm80" : "sm80 and simt";
 }
@@ -106,7 +114,8 @@ std::string description(const char* op, const Call& call) {
   const char* rest = fused ? "unfused reference formulas" : "unfused reference";
   out << "  third order        " << rest << '\n';
   out << "  jvp of a jvp       " << rest << '\n';
-  if (fused && has_16_bits(x.query) && has_sizes(x) && (x.query.is_cuda() || x.query.is_cpu())) {
+  if (fused && has_16_bits(x.query) && sizes_choose_kernels(x) &&
+      (x.query.is_cuda() || x.query.is_cpu())) {
     out << "  products           " << products(x) << '\n';
   }
   out << "  shape              B=" << sizes.slice(0, sizes.size() - 3)

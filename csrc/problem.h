@@ -87,8 +87,8 @@ class BatchDimensions {
   std::vector<Strides> tensors_;
 };
 
-/// x, laid out as `like` is if it has more batch dimensions than kernels handle: then these must
-/// merge, as those of an operand do. Where `like` is broadcast, x need not be.
+/// x, or a copy if it has more batch dimensions than kernels handle: these must merge then as those
+/// of `like` do. The copy lies as `like` does, or dense where `like` is broadcast and x is not.
 inline Tensor merging_as(const Tensor& like, const Tensor& x, int64_t inner_rank = 3) {
   if (x.dim() - inner_rank <= kernels::kMaxBatchRank) return x;
   return x.sizes() == like.sizes() ? at::empty_like(like).copy_(x) : x.contiguous();

@@ -18,7 +18,8 @@ def formulas() -> dict[Callable, Callable]:
 
     Counted as PyTorch counts its own attention: two for each multiply-add of the matrix products,
     all M x N pairs, kept or not; nothing for the softmax. Two products forward, five backward, up
-    to five in forward mode and twelve in the double backward, fewer where less is asked for.
+    to five in forward mode and twelve in the double backward, fewer where fewer operands have a
+    tangent or cotangent.
 
     Returns:
         Operators and functions from the shapes of their arguments to numbers.

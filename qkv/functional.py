@@ -13,15 +13,19 @@ def _number(name: str, x: Optional[float]) -> Optional[float]:
     if torch.jit.is_tracing() and not x.requires_grad:  # computed from sizes; see _whole
         return float(x)
     raise TypeError(
-        f"qkv: {name} must be a number, but is a tensor. There is no gradient of it; to learn a "
-        "scale, multiply query by it"
+        f"qkv: {name} must be a number, but is a tensor. There is no gradient of it"
+        + ("" if name == "dropout_p" else "; to learn a scale, multiply query by it")
     )
 
 
 def _whole(x: Optional[int]) -> Optional[int]:
     """While ``torch.jit.trace`` runs, sizes are tensors, which it would turn into constants of an
     operator without a word. In Python it warns of that."""
-    return int(x) if isinstance(x, Tensor) and torch.jit.is_tracing() else x
+    if not isinstance(x, Tensor):
+        return x
+    if x.is_floating_point():  # the operator would take its whole part
+        raise TypeError(f"qkv: query_offset must be an int, but is a tensor of {x.dtype}")
+    return int(x) if torch.jit.is_tracing() else x
 
 
 def _window(window: Optional[tuple[int, int]]) -> Optional[tuple[int, int]]:
@@ -55,9 +59,9 @@ def attention(
     in reverse and forward mode. (FlashAttention-2, arXiv:2307.08691.)
 
     Letters: B.. batch dimensions (any number, also none), Hq query heads, Hkv key/value heads,
-    M queries, N keys, D head dim of query and key, Dv head dim of value. One query head beside
-    several of the key is broadcast to as many: Hq is their number then. So are key and value, one
-    head to the other's.
+    M queries, N keys, D head dim of query and key, Dv head dim of value. A single query head is
+    broadcast to the key/value heads, and Hq is their number then. So is a single head of key or of
+    value to those of the other.
 
     Args:
         query: (B.., Hq, M, D), (Hq, M, D) or (M, D); float64, float32, bfloat16 or float16; any
@@ -74,7 +78,8 @@ def attention(
         scale: factor on the scores, 1/sqrt(D) by default.
         enable_gqa: query head h uses key/value head h // (Hq // Hkv).
         window: (left, right): query i attends to keys
-            i + query_offset - left <= j <= i + query_offset + right only; -1 = unbounded.
+            i + query_offset - left <= j <= i + query_offset + right only; -1 = unbounded,
+            less is an error.
         query_offset: position of query 0 among the keys. 0, the default, aligns causal masks to
             the upper left as PyTorch does; N - M to the lower right as FlashAttention does.
         softcap: scores become softcap * tanh(score / softcap) before masks are added; 0 = off.
@@ -96,7 +101,7 @@ def attention(
         key,
         value,
         attn_mask,
-        dropout_p,
+        _number("dropout_p", dropout_p),
         is_causal,
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,
@@ -139,7 +144,7 @@ def attention_with_lse(
         key,
         value,
         attn_mask,
-        dropout_p,
+        _number("dropout_p", dropout_p),
         is_causal,
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,
@@ -172,7 +177,8 @@ def attention_weights(
     Args and Raises: as those of :func:`attention`.
 
     Returns:
-        (B.., Hq, M, N) in query's dtype, differentiable.
+        (B.., Hq, M, N) in query's dtype, differentiable. A row adds up to 1, with sinks to
+        1 - exp(sink - logsumexp), and to 0 if it may attend to no key.
     """
     return torch.ops.qkv.attention_weights(
         query,
@@ -217,7 +223,7 @@ def explain(
         key,
         value,
         attn_mask,
-        dropout_p,
+        _number("dropout_p", dropout_p),
         is_causal,
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,

@@ -64,16 +64,16 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   std::optional<LseOfDerivatives<T>> lse;
   if (of_few_rows == nullptr) {
     lse.emplace(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
-    lse->tell(backward);
+    lse->set_lse(backward);
   }
   // Beside splits in 16 bits the mask's gradient may have a pass in numbers, with other scores.
   kernels::BackwardParams<T> for_mask = backward;
   std::optional<LseOfDerivatives<T>> lse_of_numbers;
   if (needs[3] && in_16_bits && !owns_mask) {
     lse_of_numbers.emplace(false, backward.problem, lse_of_forward, rest_of_forward);
-    lse_of_numbers->tell(for_mask);
+    lse_of_numbers->set_lse(for_mask);
   }
-  // The fewer units, the fewer can add to a mask's gradient at a time.
+  // With a mask's gradient a unit stays one split: the more units, the more threads can add to it.
   if (!needs[3]) {
     const kernels::Problem<T>& p = backward.problem;
     backward.splits_of_unit =

@@ -81,7 +81,7 @@ void run_backward_backward(const Tensors& t, Workspace& workspace) {
   const T* const lse_of_forward = backward.lse;
   const T* const rest_of_forward = backward.lse_rest;
   const LseOfDerivatives<T> lse(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
-  lse.tell(backward);
+  lse.set_lse(backward);
 
   jvp.problem = backward.problem;
   jvp.directions = second.directions;
@@ -106,7 +106,7 @@ void run_backward_backward(const Tensors& t, Workspace& workspace) {
   std::optional<LseOfDerivatives<T>> lse_of_numbers;
   if (t.needs[3] && in_16_bits && !owns_mask) {
     lse_of_numbers.emplace(false, p, lse_of_forward, rest_of_forward);
-    lse_of_numbers->tell(for_mask.backward);
+    lse_of_numbers->set_lse(for_mask.backward);
   }
   SplitPass<T, kernels::SecondOrderParams<T>> splits{};
   splits.what = Split::kRows;

@@ -30,7 +30,7 @@ void run_jvp(const Operands& x, const Tangents& tangents, const Tensor& out, con
   const kernels::TangentKernels<T>& kernels = tangent_kernels_for(params.problem);
   const bool in_16_bits = &kernels != &kernels_for(params.problem);
   const LseOfDerivatives<T> lse_of_scores(in_16_bits, params.problem, params.lse, params.lse_rest);
-  lse_of_scores.tell(params);
+  lse_of_scores.set_lse(params);
   const auto prepared =
       prepare_heads(params.problem, kernels.jvp_prepared_bytes(params),
                     [&](int64_t head, void* to) { kernels.prepare_jvp(params, head, to); });

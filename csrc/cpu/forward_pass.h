@@ -8,7 +8,7 @@ namespace qkv::cpu {
 /// The forward of all heads: parallel loops over what is prepared for them, over tiles, and to
 /// merge what ranges of keys left.
 template <class T>
-void forward_pass(const kernels::ForwardKernels<T>& kernels, kernels::ForwardParams<T>& params) {
+void forward_pass(const kernels::ForwardKernels<T>& kernels, kernels::ForwardParams<T> params) {
   auto& allocator = *c10::GetCPUAllocator();
   const int64_t heads = params.problem.batch * params.problem.kv_heads;
   const int64_t in_turn = kernels.forward_tiles_in_turn(params, at::get_num_threads());
@@ -69,7 +69,7 @@ class LseOfDerivatives {
 
   /// Sets lse in the params of a derivative, which must not outlive this.
   template <class Params>
-  void tell(Params& params) const {
+  void set_lse(Params& params) const {
     params.lse = lse_;
     params.lse_rest = lse_rest_;
   }

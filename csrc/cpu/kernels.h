@@ -11,7 +11,7 @@ const kernels::CpuKernelTable& kernel_table();
 /// The same, or for float32 one whose vectors the rows of the problem fill better.
 const kernels::CpuKernelTable& kernel_table_for(const kernels::Problem<float>& problem);
 
-/// Those that compute in T.
+/// The kernels that compute in T, float or double, for a problem of this size.
 template <class T>
 const kernels::CpuKernels<T>& kernels_for(const kernels::Problem<T>& problem);
 
@@ -27,7 +27,8 @@ const Kernels* half_kernels_for(const kernels::Problem<float>& problem, const Ke
   return kernels != nullptr && kernels->takes(problem) ? kernels : nullptr;
 }
 
-/// Those if there are any, else those of T.
+/// The kernels that multiply in 16 bits, if there are any for this problem, else kernels_for it. So
+/// for the backward and for the derivatives of second order.
 template <class T>
 const kernels::ForwardKernels<T>& forward_kernels_for(const kernels::Problem<T>& problem) {
   if constexpr (sizeof(T) == sizeof(float)) {

@@ -1,11 +1,12 @@
-// _attention_backward on CUDA: tensors to Params, and a launch for each kind of gradient.
+// _attention_backward on CUDA: tensors to Params, and a launch for each kind of gradient, after
+// one for the lse where the forward's is of other scores.
 
 #include <torch/library.h>
 
 #include "checks.h"
 #include "cuda/gradients.h"
 #include "cuda/lse_of_tiles.h"
-#include "cuda/operands.h"
+#include "cuda/readable.h"
 #include "internal_op.h"
 #include "kernels/cuda/simt/tasks.h"
 #include "kernels/cuda/sm80/tasks.h"
@@ -19,7 +20,7 @@ template <class T>
 int run_for_any_device(kernels::simt::BackwardTask<T>& task, const ForwardResults& forward,
                        const Stream& stream) {
   const LseOfTiles<T> of_tiles(kBackwardOp, task.backward.problem, forward, stream);
-  of_tiles.tell(task.backward);
+  of_tiles.set_lse(task.backward);
   return kernels::simt::attention_backward(task, stream.get());
 }
 
@@ -39,9 +40,10 @@ int run_kernels(kernels::simt::BackwardTask<float>& task, const ForwardResults& 
   int error = kernels::simt::row_deltas(task, stream.get());
   if (error == 0) error = kernels::sm80::attention_backward(task, stream.get());
   if (error != 0) return error;
-  if (task.grad_mask.data == nullptr) return kernels::simt::option_gradients(task, stream.get());
+  if (task.backward.grad_mask.data == nullptr)
+    return kernels::simt::option_gradients(task, stream.get());
   const LseOfTiles<float> of_tiles(kBackwardOp, task.backward.problem, forward, stream);
-  of_tiles.tell(task.backward);
+  of_tiles.set_lse(task.backward);
   return kernels::simt::option_gradients(task, stream.get());
 }
 
@@ -54,11 +56,11 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   describe(params.problem, x, batch);
   describe(params.grad_out, grad_out, batch);
   describe(params.out, forward.out, batch);
-  if (has_16_bits(forward.out)) describe(task.out_rest, forward.out_rest, batch);
+  if (has_16_bits(forward.out)) describe(params.out_rest, forward.out_rest, batch);
   if (needs[0]) describe(params.grad_query, grads[0], batch);
   if (needs[1]) describe(params.grad_key, grads[1], batch);
   if (needs[2]) describe(params.grad_value, grads[2], batch);
-  if (needs[3]) describe(task.grad_mask, grads[3], batch);
+  if (needs[3]) describe(params.grad_mask, grads[3], batch);
   batch.complete(params.problem);
   params.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
   const SumsOfRows<T> sums(forward.lse, needs, task);

@@ -9,7 +9,7 @@
 #include "checks.h"
 #include "cuda/gradients.h"
 #include "cuda/lse_of_tiles.h"
-#include "cuda/operands.h"
+#include "cuda/readable.h"
 #include "internal_op.h"
 #include "kernels/cuda/simt/tasks.h"
 #include "layout.h"
@@ -43,14 +43,14 @@ void run_backward_backward(const Tensors& t) {
   describe(task.out_t, t.out_t, batch);
   describe(jvp.jvp.out_t, t.out_t, batch);
   if (has_16_bits(t.forward.out)) {
-    describe(task.backward.out_rest, t.forward.out_rest, batch);
+    describe(params.out_rest, t.forward.out_rest, batch);
     describe(task.out_t_rest, t.out_t_rest, batch);
     describe(jvp.out_t_rest, t.out_t_rest, batch);
   }
   if (t.needs[0]) describe(params.grad_query, t.grads[0], batch);
   if (t.needs[1]) describe(params.grad_key, t.grads[1], batch);
   if (t.needs[2]) describe(params.grad_value, t.grads[2], batch);
-  if (t.needs[3]) describe(task.backward.grad_mask, t.grads[3], batch);
+  if (t.needs[3]) describe(params.grad_mask, t.grads[3], batch);
   batch.complete(params.problem);
   params.grad_lse = t.grad_lse ? static_cast<const T*>(t.grad_lse->const_data_ptr()) : nullptr;
   task.lse_t = static_cast<const T*>(t.lse_t.const_data_ptr());
@@ -59,12 +59,12 @@ void run_backward_backward(const Tensors& t) {
   jvp.jvp.directions = task.directions;
   jvp.jvp.out = params.out;
   jvp.jvp.lse_t = static_cast<T*>(t.lse_t.data_ptr());
-  jvp.out_rest = task.backward.out_rest;
+  jvp.out_rest = params.out_rest;
 
   const Stream stream(t.x.query);
   const LseOfTiles<T> of_tiles(kBackwardBackwardOp, params.problem, t.forward, stream);
-  of_tiles.tell(params);
-  of_tiles.tell(jvp.jvp);
+  of_tiles.set_lse(params);
+  of_tiles.set_lse(jvp.jvp);
   check(kBackwardBackwardOp, kernels::simt::attention_jvp(jvp, stream.get()));
   if (std::none_of(t.needs.begin(), t.needs.end(), [](bool need) { return need; })) return;
   const SumsOfRows<T> sums(t.lse_t, t.needs, task.backward);

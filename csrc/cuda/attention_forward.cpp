@@ -3,7 +3,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
-#include "cuda/operands.h"
+#include "cuda/readable.h"
 #include "cuda/stream.h"
 #include "internal_op.h"
 #include "kernels/cuda/simt/tasks.h"
@@ -31,7 +31,7 @@ void run_forward(const Operands& x, const TensorTuple<4>& results) {
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(params.problem, x, batch);
   describe(params.out, out, batch);
-  if (has_16_bits(out)) describe(task.out_rest, out_rest, batch);
+  if (has_16_bits(out)) describe(params.out_rest, out_rest, batch);
   batch.complete(params.problem);
   params.lse = static_cast<T*>(lse.data_ptr());
   params.lse_rest = static_cast<T*>(lse_rest.data_ptr());

@@ -1,10 +1,11 @@
-// _attention_jvp on CUDA: tensors to Params, and one launch.
+// _attention_jvp on CUDA: tensors to Params, and one launch, after one for the lse
+// where the forward's is of other scores.
 
 #include <torch/library.h>
 
 #include "checks.h"
 #include "cuda/lse_of_tiles.h"
-#include "cuda/operands.h"
+#include "cuda/readable.h"
 #include "internal_op.h"
 #include "kernels/cuda/simt/tasks.h"
 #include "layout.h"
@@ -29,7 +30,7 @@ void run_jvp(const Operands& x, const Tangents& tangents, const ForwardResults& 
 
   const Stream stream(x.query);
   const LseOfTiles<T> of_tiles(kJvpOp, params.problem, forward, stream);
-  of_tiles.tell(params);
+  of_tiles.set_lse(params);
   check(kJvpOp, kernels::simt::attention_jvp(task, stream.get()));
 }
 

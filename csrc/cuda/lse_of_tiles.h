@@ -36,9 +36,9 @@ class LseOfTiles {
     check(op, kernels::simt::attention_forward(task, stream.get()));
   }
 
-  /// Params of a derivative, which may live as long as this then.
+  /// Sets lse in the params of a derivative, which must not outlive this.
   template <class Params>
-  void tell(Params& params) const {
+  void set_lse(Params& params) const {
     params.lse = static_cast<const T*>(lse_.const_data_ptr());
     params.lse_rest = static_cast<const T*>(lse_rest_.const_data_ptr());
   }

@@ -12,9 +12,10 @@ struct Stream::Guard {
 };
 
 Stream::Stream(const at::Tensor& x)
-    : guard_(new Guard(x.device())), stream_(c10::cuda::getCurrentCUDAStream().stream()) {}
+    : guard_(std::make_unique<Guard>(x.device())),
+      stream_(c10::cuda::getCurrentCUDAStream().stream()) {}
 
-Stream::~Stream() { delete guard_; }
+Stream::~Stream() = default;
 
 void check(const char* op, int error) {
   if (error == cudaSuccess) return;

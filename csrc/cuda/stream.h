@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
+
 // Where kernels run, and what becomes of their errors. (stream.cpp; the emulation has its own.)
 
 // The dispatch key that csrc/cuda registers for. The emulation of the device runs on tensors of the
@@ -23,7 +25,7 @@ class Stream {
 
  private:
   struct Guard;
-  Guard* guard_;
+  std::unique_ptr<Guard> guard_;
   void* stream_;
 };
 

@@ -124,7 +124,8 @@ namespace {
 
 using State = std::tuple<int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>>;
 
-/// Without the room for more keys, and what it may still hold.
+/// A copy of the cached keys or values alone: the room after them, which may still hold others, is
+/// not saved.
 std::optional<at::Tensor> alone(const std::optional<at::Tensor>& view) {
   if (!view) return std::nullopt;
   return view->clone(at::MemoryFormat::Contiguous);

@@ -46,7 +46,8 @@ bool lies_within(int64_t bytes, const at::Tensor& x) {
   return room >= 0;
 }
 
-/// LibTorch believes what a file says of a tensor and would read elsewhere.
+/// LibTorch does not check the sizes in a file against its bytes: of a damaged one it would read
+/// what lies after them.
 void check_whole(const std::string& path, const std::string& name, const at::Tensor& x,
                  int64_t bytes) {
   TORCH_CHECK_VALUE(lies_within(bytes, x), "qkv::nn::load_state_dict: ", path,
@@ -157,7 +158,8 @@ StateDict read(const std::string& path) {
 void write_archive(const std::string& path, const std::string& pickled,
                    const std::vector<at::Tensor>& tensors) {
   WholeFile file("qkv::nn::save_state_dict", path);
-  // It throws in its destructor, which ends the process, after a write that failed: none does.
+  // After a write that failed the writer throws in its destructor, which ends the process. So all
+  // seem to succeed, and the file raises the error when it is done.
   caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, size_t size) {
     file.write(data, size);
     return size;

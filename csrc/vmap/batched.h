@@ -3,6 +3,7 @@
 #include <ATen/functorch/BatchedTensorImpl.h>
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -11,11 +12,26 @@
 // vmap for the internal operators: the mapped dimension becomes one more batch dimension, so that
 // one call of the kernel does it all.
 
+// Of ATen/functorch/DynamicLayer.h, which cannot be included from an installed torch.
+namespace at::functorch {
+TORCH_API const std::shared_ptr<bool>& getLifeHandleForLevel(int64_t level);
+}
+
 namespace qkv::vmap {
 
+/// Whether the level that is being processed is an inner one of `level`.
+inline bool is_outside_of_current(int64_t level) {
+  try {
+    at::functorch::getLifeHandleForLevel(level + 1);
+    return true;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 /// The innermost vmap that maps any of a call's tensors: takes tensors off that level and puts
-/// results back on. (The level that is being processed would be the same or one that maps nothing,
-/// but the header that tells it cannot be included from an installed torch.)
+/// results back on. The level that is being processed is the same or one that maps nothing. In the
+/// second case a grad or jvp between the two may have wrapped other tensors: then it comes first.
 class Level {
  public:
   /// Of the arguments of an internal operator, those that are tensors or have some.
@@ -31,6 +47,11 @@ class Level {
       const auto* batched = t ? at::functorch::maybeGetBatchedImpl(*t) : nullptr;
       if (batched != nullptr) level_ = std::max(level_, batched->level());
     }
+    const auto is_wrapped = [](const OptionalTensor& t) {
+      return t && t->key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+    };
+    const bool any_wrapped = std::any_of(tensors.begin(), tensors.end(), is_wrapped);
+    if (level_ != kNone && any_wrapped && is_outside_of_current(level_)) level_ = kNone;
     for (const OptionalTensor& t : tensors) {
       if (maps(t)) size_ = split(*t).first.sym_size(*split(*t).second);
     }

@@ -14,9 +14,9 @@ namespace qkv {
 /// The arguments of attention() after query, key and value.
 ///
 /// Letters: B batch dimensions (any number, also none), Hq query heads, Hkv key/value heads,
-/// M queries, N keys, D head dim of query and key, Dv head dim of value. One query head beside
-/// several of the key is broadcast to as many: Hq is their number then. So are key and value, one
-/// head to the other's.
+/// M queries, N keys, D head dim of query and key, Dv head dim of value. A single query head is
+/// broadcast to the key/value heads, and Hq is their number then. So is a single head of key or of
+/// value to those of the other.
 struct AttentionOptions {
   /// Broadcasts to (B.., Hq, M, N). bool: true = may attend. Floating point (query's dtype or
   /// float32): added to the scores, -inf = may not attend; its gradient is computed if it requires
@@ -31,8 +31,8 @@ struct AttentionOptions {
   TORCH_ARG(std::optional<double>, scale) = std::nullopt;
   /// Allows Hkv to be any divisor of Hq; query head h uses key/value head h / (Hq / Hkv).
   TORCH_ARG(bool, enable_gqa) = false;
-  /// Position of query 0 among the keys: 0 aligns the band to the upper left, N - M to the lower
-  /// right. May be negative.
+  /// Position of query 0 among the keys: 0, the default, aligns the band to the upper left, N - M
+  /// to the lower right. May be negative.
   TORCH_ARG(std::optional<int64_t>, query_offset) = std::nullopt;
   /// Scores become softcap · tanh(score / softcap) before masks are added; 0 = off.
   TORCH_ARG(double, softcap) = 0.0;
@@ -47,7 +47,8 @@ struct AttentionOptions {
 
  public:
   /// Query i may attend to keys i + query_offset - left <= j <= i + query_offset + right only;
-  /// -1 = unbounded.
+  /// -1 = unbounded, less is an error. What is kept is what masks, is_causal and the window all
+  /// keep.
   AttentionOptions& window(int64_t left, int64_t right) {
     window_ = std::make_pair(left, right);
     return *this;
@@ -84,7 +85,8 @@ QKV_API std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& 
 /// The attention weights, before dropout (options.dropout_p must be 0): this is the M x N matrix
 /// that attention() never builds. Parameters and errors are those of attention().
 ///
-/// \returns (B.., Hq, M, N) in query's dtype, differentiable.
+/// \returns (B.., Hq, M, N) in query's dtype, differentiable. A row adds up to 1, with sinks to
+/// 1 - exp(sink - logsumexp), and to 0 if it may attend to no key.
 QKV_API at::Tensor attention_weights(const at::Tensor& query, const at::Tensor& key,
                                      const AttentionOptions& options = {});
 

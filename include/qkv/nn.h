@@ -222,6 +222,7 @@ class QKV_API MultiheadAttentionImpl : public torch::nn::Cloneable<MultiheadAtte
   explicit MultiheadAttentionImpl(const MultiheadAttentionOptions& options_);
 
   void reset() override;
+  /// New numbers, drawn as torch.nn.MultiheadAttention draws them; biases are 0.
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
 

@@ -10,6 +10,13 @@ Everywhere:
 - ``forward`` returns the output; ``forward_with_weights`` also the attention weights, with the
   output still from the fused path.
 
+``KVCache(max_length)`` holds the keys and values of the tokens so far, for generating one by one:
+pass the same object to each call of a ``MultiheadAttention``. One C++ class for Python, C++ and
+TorchScript, with ``append(key, value)``, ``cached()``, ``truncate(length)``, ``length()``,
+``max_length()``; ``extended(key, value)`` and ``advance(count)`` are the halves of ``append``.
+``copy.deepcopy`` makes another one to go on from the same keys. An empty one is false, as a list
+is: ask whether it ``is None``.
+
 All modules can be scripted (``torch.jit.script``), exported and compiled; with a ``KVCache``, which
 is a TorchScript object, scripted, and compiled with breaks in the graph.
 """

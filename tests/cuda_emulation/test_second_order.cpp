@@ -158,6 +158,30 @@ TEST(SecondOrder, MasksOfEveryBroadcastShape) {
   for (const auto& x : masks_of_every_broadcast_shape()) check(x, torch::kDouble);
 }
 
+/// It moves all scores of a row alike. The weights lose something by rounding in the forward, on
+/// tensor cores, which must not be multiplied by it: of O' and of the gradient of the query.
+TEST(SecondOrder, WhatKeysHaveInCommonMovesNothing) {
+  for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+    torch::manual_seed(7);
+    qkv::Operands x;
+    x.query = torch::randn({1, 2, 20, 16});
+    x.key = torch::randn({1, 2, 160, 16}) + 10;
+    x.value = torch::randn({1, 2, 160, 16});
+    x.sinks = torch::randn({2});
+    x.band = {-1, 0, 140};
+    x = converted(x, type);
+    const qkv::Tangents t = {directions(x)[0]};
+    const Derivatives wanted = expected(x, t), found = emulated(x, t);
+    expect_no_faults();
+    const double rounding = type == torch::kHalf ? 0x1p-11 : 0x1p-8;
+    for (const size_t i : {0, 4}) {
+      const Tensor error = found[i].to(torch::kDouble) - wanted[i];
+      EXPECT_LT(error.norm().item<double>(), rounding * wanted[i].norm().item<double>())
+          << kNames[i];
+    }
+  }
+}
+
 /// O' = P V' of many keys, that is as long a sum as a forward's.
 TEST(SecondOrder, ErrorsDoNotGrowWithLength) {
   torch::manual_seed(6);

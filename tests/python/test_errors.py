@@ -296,6 +296,11 @@ def test_a_tensor_is_no_number(name):
     ):
         with pytest.raises(TypeError, match=f"{name} must be a number, but is a tensor"):
             f(*tensors, **{name: number})
+        with pytest.raises(TypeError, match="query_offset must be an int, but is a tensor"):
+            f(*tensors, query_offset=torch.tensor(2.9))
+        if f is not qkv.attention_weights:
+            with pytest.raises(TypeError, match="dropout_p must be a number, but is a tensor"):
+                f(*tensors, dropout_p=number)
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.5), "0.5"], ids=["tensor", "str"])

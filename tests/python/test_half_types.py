@@ -273,6 +273,12 @@ def test_explain_where_only_the_keys_are_a_symbol(dtype):
 
 
 @half_types
+def test_explain_of_no_heads(dtype):
+    query, key = (torch.empty(1, 0, rows, 8, dtype=dtype) for rows in (24, 200))
+    assert "Hq=0 Hkv=0 M=24 N=200" in qkv.explain(query, key, key)
+
+
+@half_types
 @pytest.mark.parametrize("length", [24, 300])
 def test_explain_says_whether_tensor_cores_run(length, dtype):
     with FakeTensorMode():  # needs no GPU, but a library with its kernels

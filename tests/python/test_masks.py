@@ -390,6 +390,31 @@ def test_results_of_two_dimensions_may_be_changed_in_place():
     assert (parameter.grad == 1).all()
 
 
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda f, x: torch.autograd.grad(f(x), x),
+        lambda f, x: torch.func.grad(f)(x),
+        lambda f, x: torch.func.vmap(torch.func.grad(f))(x[None]),
+        lambda f, x: torch.func.grad(lambda x: torch.func.vmap(f)(x).sum())(x[None]),
+    ],
+    ids=["autograd", "grad", "vmap(grad)", "grad(vmap)"],
+)
+@pytest.mark.parametrize("result", ["attention", "output", "logsumexp"])
+def test_results_changed_in_place_are_noticed(result, gradient):
+    """The derivative needs them as they were."""
+
+    def f(x):
+        if result == "attention":
+            y = qkv.attention(x, x, x)
+        else:
+            y = qkv.attention_with_lse(x, x, x)[result == "logsumexp"]
+        return y.mul_(2).square().sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient(f, torch.randn(5, 8, requires_grad=True))
+
+
 def test_window_far_beyond_the_keys():
     query, key, value = tensors(torch.float32)
     everything = qkv.attention(query, key, value)

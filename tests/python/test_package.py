@@ -251,6 +251,42 @@ def test_version():
     assert f'#define QKV_VERSION "{qkv.__version__}"' in header
 
 
+def fake_libtorch(site):
+    """The files of a LibTorch that CMake looks at; of version 99.99.99."""
+    torch_dir = site / "torch"
+    for folder in ("lib", "include/ATen", "include/torch/headeronly", "share/cmake/Torch"):
+        (torch_dir / folder).mkdir(parents=True)
+    for file in (torch_dir / "lib/libtorch_cpu.so", torch_dir / "__init__.py"):
+        file.touch()
+    (torch_dir / "include/torch/headeronly/version.h").write_text(
+        "".join(f"#define TORCH_VERSION_{x} 99\n" for x in ("MAJOR", "MINOR", "PATCH"))
+    )
+    return torch_dir
+
+
+def configure(source, build, *options, **environment):
+    """What CMake says of a project without languages."""
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        [shutil.which("cmake", path=beside), "-S", source, "-B", build]
+        + [f"-DPython3_EXECUTABLE={sys.executable}", *options],
+        capture_output=True,
+        text=True,
+        cwd=source,
+        env={"PATH": beside, **environment},
+    )
+
+
+def project(folder, *lines):
+    folder.mkdir()
+    text = "\n".join(["cmake_minimum_required(VERSION 3.22)", "project(finds NONE)", *lines])
+    (folder / "CMakeLists.txt").write_text(text + "\n")
+    return folder
+
+
+FINDS_LIBTORCH = f"include({ROOT}/cmake/LibTorch.cmake)"
+
+
 @pytest.mark.parametrize(
     "name, leads_to",
     [
@@ -264,21 +300,10 @@ def test_version():
 )
 def test_cmake_finds_libtorch(name, leads_to, tmp_path):
     """In a variable and in the environment; a torch/ where CMake is run is no package of Python's."""
-    torch_dir = tmp_path / "site" / "torch"
-    here = tmp_path / "here"
-    for folder in ("lib", "include/ATen", "include/torch/headeronly", "share/cmake/Torch"):
-        (torch_dir / folder).mkdir(parents=True)
-    for file in (torch_dir / "lib/libtorch_cpu.so", torch_dir / "__init__.py"):
-        file.touch()
-    (torch_dir / "include/torch/headeronly/version.h").write_text(
-        "".join(f"#define TORCH_VERSION_{x} 99\n" for x in ("MAJOR", "MINOR", "PATCH"))
-    )
-    (here / "torch").mkdir(parents=True)
+    torch_dir = fake_libtorch(tmp_path / "site")
+    here = project(tmp_path / "here", FINDS_LIBTORCH)
+    (here / "torch").mkdir()
     (here / "torch" / "__init__.py").touch()
-    (here / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.22)\nproject(finds NONE)\n"
-        f"include({ROOT}/cmake/LibTorch.cmake)\n"
-    )
     value = tmp_path / "site" / leads_to
     ways = [([f"-D{name}={tmp_path};{value}"], {}), ([], {name: f"{tmp_path}:{value}"})]
     if not name.endswith("PATH"):  # one folder, not several
@@ -287,17 +312,79 @@ def test_cmake_finds_libtorch(name, leads_to, tmp_path):
         ways.pop()
     elif name == "PYTHONPATH":
         ways.pop(0)
-    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for number, (options, environment) in enumerate(ways):
-        done = subprocess.run(
-            [shutil.which("cmake", path=beside), "-S", here, "-B", tmp_path / str(number)]
-            + [f"-DPython3_EXECUTABLE={sys.executable}", *options],
-            capture_output=True,
-            text=True,
-            cwd=here,
-            env={"PATH": beside, **environment},
-        )
+        done = configure(here, tmp_path / str(number), *options, **environment)
         assert f"-- qkv: torch 99.99.99 in {torch_dir}\n" in done.stdout, done.stderr
+
+
+def test_cmake_looks_for_libtorch_again(tmp_path):
+    """In a folder that was configured before; but what somebody set stays."""
+    first, second = (fake_libtorch(tmp_path / name) for name in ("first", "second"))
+    here = project(tmp_path / "here", FINDS_LIBTORCH)
+    build = tmp_path / "build"
+    for torch_dir in (first, second):
+        done = configure(here, build, f"-DCMAKE_PREFIX_PATH={torch_dir}")
+        assert f"-- qkv: torch 99.99.99 in {torch_dir}\n" in done.stdout, done.stderr
+    configure(here, build, f"-DQKV_TORCH_DIR={first}")
+    done = configure(here, build, f"-DCMAKE_PREFIX_PATH={second}")
+    assert f"-- qkv: torch 99.99.99 in {first}\n" in done.stdout, done.stderr
+    assert f"-- qkv: not the torch in {second}, as QKV_TORCH_DIR is set" in done.stdout
+
+
+@pytest.mark.parametrize("version", [None, 1, 99])
+def test_cmake_package_without_its_libtorch(version, tmp_path):
+    """find_package(qkv QUIET) goes on without, and find_package(qkv REQUIRED) says why."""
+    torch_dir = tmp_path / "torch"
+    if version is not None:
+        fake_libtorch(tmp_path)
+        header = torch_dir / "include/torch/headeronly/version.h"
+        header.write_text(header.read_text().replace("99", str(version)))
+    package = qkv.library_path.parent / "qkvConfig.cmake"
+    config = (
+        package if package.exists() else qkv.cmake_prefix_path / "lib/cmake/qkv/qkvConfig.cmake"
+    )
+    shutil.copy(config, tmp_path)
+    shutil.copy(ROOT / "cmake/LibTorch.cmake", tmp_path)
+    here = project(
+        tmp_path / "here",
+        "find_package(qkv QUIET)",
+        'message(STATUS "found: ${qkv_FOUND}")',
+        "find_package(qkv REQUIRED)",
+    )
+    done = configure(
+        here, tmp_path / "build", f"-Dqkv_DIR={tmp_path}", f"-DQKV_TORCH_DIR={torch_dir}"
+    )
+    assert done.returncode != 0
+    assert "-- found: FALSE\n" in done.stdout or "-- found: 0\n" in done.stdout
+    reason = "this qkv was built for torch" if version == 99 else "needs LibTorch 2.11 or later"
+    assert reason in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "architectures, built_for",
+    [("90;80;90", "sm_80, sm_90"), ("100;75", "sm_75, sm_100"), ("90a", None), ("80,90", None)],
+)
+def test_cuda_architectures(architectures, built_for, tmp_path):
+    """The kernels' CMakeLists takes the first for the oldest."""
+    torch_dir = fake_libtorch(tmp_path)
+    (torch_dir / "lib/libc10_cuda.so").touch()
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "CheckLanguage.cmake").write_text("macro(check_language language)\nendmacro()\n")
+    (modules / "FindCUDAToolkit.cmake").write_text("set(CUDAToolkit_FOUND ON)\n")
+    here = project(
+        tmp_path / "here",
+        f"list(PREPEND CMAKE_MODULE_PATH {modules})",
+        "macro(enable_language language)\nendmacro()",
+        f"set(QKV_TORCH_DIR {torch_dir})",
+        f"include({ROOT}/cmake/Cuda.cmake)",
+    )
+    done = configure(here, tmp_path / "build", "-DCMAKE_CUDA_COMPILER=nvcc",
+                     f"-DQKV_CUDA_ARCHITECTURES={architectures}")  # fmt: skip
+    if built_for is None:
+        assert "QKV_CUDA_ARCHITECTURES must be numbers" in " ".join(done.stderr.split())
+    else:
+        assert f"kernels for {built_for} and later" in done.stdout, done.stderr
 
 
 def test_pip_install(tmp_path):

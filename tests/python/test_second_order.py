@@ -219,6 +219,25 @@ def test_vmap_over_second_order():
         torch.testing.assert_close(mapped[b], second(q[b], k[b], v[b], mask))
 
 
+@pytest.mark.parametrize("derivative", ["grad", "jvp"])
+def test_vmap_within_a_derivative_that_maps_no_operand(derivative):
+    """Nor does the derivative wrap all operands: one comes from a vmap around it."""
+    x, y = torch.randn(2, 3, 2, 4, 5, dtype=torch.float64)
+    weights = torch.randn(4, dtype=torch.float64)
+
+    def of_sample(attend):
+        def f(x, y):
+            def total(x):
+                return vmap(lambda w: (attend(x, y, x) * w).sin().sum())(weights).sum()
+
+            return grad(total)(x) if derivative == "grad" else jvp(total, (x,), (y,))[1]
+
+        return f
+
+    found, wanted = (vmap(of_sample(f))(x, y) for f in (qkv.attention, plain_attention))
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.unfused
 def test_third_order_in_both_modes():
     x = torch.randn(2, 3, 2, dtype=torch.float64)
@@ -233,8 +252,14 @@ def test_third_order_in_both_modes():
     torch.testing.assert_close((reverse * other).sum(), (jvp(second, (x,), (other,))[1] * t).sum())
 
 
-def plain_attention(q, k, v):
-    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+def plain_attention(q, k, v, is_causal=False, sinks=None):
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+    if sinks is None:
+        return torch.softmax(scores, -1) @ v
+    sinks = sinks[..., None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ v
 
 
 @pytest.mark.unfused
@@ -305,3 +330,36 @@ def test_tiles_in_bfloat16():
     for name, a in actual.items():
         e = expected[name.removesuffix("_t")]
         assert (a.double() - e).norm() / e.norm() < 2.6e-3, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rows", [6, 128, 300])
+def test_keys_with_much_in_common(rows, is_causal, has_sinks, dtype):
+    """It moves all scores of a row alike, which moves nothing: what weights lose by rounding, in the
+    forward as well, must not be multiplied by it."""
+    g = samples.generator(6)
+    q, x, grad_out = (torch.randn(1, 2, rows, 64, generator=g).to(dtype) for _ in range(3))
+    k, v = (torch.randn(1, 2, 300, 64, generator=g) for _ in range(2))
+    k, v = (k + 10).to(dtype), v.to(dtype)
+    sinks = torch.randn(2, generator=g).to(dtype) if has_sinks else None
+
+    def derivatives(attend, dtype):
+        of_query = lambda q: attend(q, k.to(dtype), v.to(dtype))  # noqa: E731
+        query = q.to(dtype).requires_grad_()
+        (grad_q,) = torch.autograd.grad(
+            of_query(query), query, grad_out.to(dtype), create_graph=True
+        )
+        (second,) = torch.autograd.grad(grad_q, query, x.to(dtype))
+        return second.double(), jvp(of_query, (q.to(dtype),), (x.to(dtype),))[1].double()
+
+    def plain(q, k, v):
+        return plain_attention(q, k, v, is_causal, sinks if sinks is None else sinks.to(q.dtype))
+
+    found = derivatives(
+        lambda q, k, v: qkv.attention(q, k, v, is_causal=is_causal, sinks=sinks), dtype
+    )
+    exact, same_dtype = derivatives(plain, torch.float64), derivatives(plain, dtype)
+    for a, e, s in zip(found, exact, same_dtype, strict=True):
+        assert (a - e).norm() <= 2 * (s - e).norm()

@@ -13,6 +13,13 @@
 // If P ∘ S' is rounded before it is multiplied, what it adds up to then takes the place of its sum
 // before O: what all values have in common still moves nothing.
 //
+// Nor does what the S' of a row have in common, as when all keys do. Of operands in 16 bits it
+// would be multiplied with the rounding of weights, here and in the forward's O, so a row's mean
+// over the first block that it keeps a key of is taken from its S', and from sink' too:
+//
+//     lse' = mean + rowsum(P ∘ (S' - mean)) + W ∘ (sink' - mean)
+//     O'   = (R ∘ P ∘ (S' - mean)) V + (R ∘ P) V' - (lse' - mean) ∘ O
+//
 //              rows (lanes) ->                         for each block of keys:
 //     P     keys [ ............ ]                       lse'  += columns' sums of P ∘ S'
 //     P ∘ S' keys [ ............ ]  over S'             O'ᵀ   += Vᵀ · (R ∘ P ∘ S') + V'ᵀ · (R ∘ P)
@@ -32,10 +39,13 @@ struct OutputTangent {
   static constexpr int kRows = Work::kRows;
 
   Work& work;
-  T* out_t;  // [Dv][rows], without - lse' ∘ O
+  T* out_t;  // [Dv][rows], without - (lse' - mean) ∘ O
   bool rounds;
-  alignas(64) T lse_t[kRows];
-  alignas(64) T rounded[kRows];  // sums of P ∘ S' as multiplied
+  bool lacks_means;
+  alignas(64) T mean[kRows];     // of S', or 0
+  alignas(64) T lse_t[kRows];    // lse' - mean
+  alignas(64) T rounded[kRows];  // sums of P ∘ (S' - mean) as multiplied
+  bool has_mean[kRows];
 
   static int64_t scratch_numbers(const Problem<T>& p) {
     return Products::sum_rows(p.value_dim) * kRows;
@@ -52,9 +62,13 @@ struct OutputTangent {
     set_to_zero(out_t, scratch_numbers(work.p));
     set_to_zero(lse_t, kRows);
     set_to_zero(rounded, kRows);
+    set_to_zero(mean, kRows);
+    for (bool& has : has_mean) has = false;
+    lacks_means = work.p.key_value_storage != Storage::kSame && work.scores_move();
   }
 
-  /// Of the block that work has loaded. R ∘ P ∘ S' and R ∘ P go to the tiles `moved` and `still`.
+  /// Of the block that work has loaded. R ∘ P ∘ (S' - mean) and R ∘ P go to the tiles `moved` and
+  /// `still`.
   /// kKeepsWeights: work's own tiles take P and S', and `still` may be that of P if nothing is
   /// dropped; else they may be the same.
   template <bool kKeepsWeights>
@@ -62,7 +76,7 @@ struct OutputTangent {
     const bool writes_still = !kKeepsWeights || still != work.p_tile;
     const auto weigh = [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
         __attribute__((always_inline)) {
-      const auto weighted = weight * score_t;
+      const auto weighted = weight * (score_t - S::load(mean + v * S::kWidth));
       T* sum = lse_t + v * S::kWidth;
       S::store(sum, S::load(sum) + weighted);
       if constexpr (kKeepsWeights) {
@@ -72,7 +86,12 @@ struct OutputTangent {
       if (writes_still) S::store(still + at, dropped(weight));
       S::store(moved + at, dropped(weighted));
     };
-    work.for_each_pair(keys, weigh);
+    if (lacks_means) {
+      take_means(keys);
+      work.template for_each_pair</*kWeights=*/true>(keys, weigh);
+    } else {
+      work.for_each_pair(keys, weigh);
+    }
     if (work.scores_move()) {
       if constexpr (Products::kRoundsTiles) {
         work.products.add_to_rows(kValue, moved, out_t, rounded);
@@ -92,19 +111,47 @@ struct OutputTangent {
       const int64_t scalar = tile.scalar(p, r);
       const T rest = params.lse_rest[scalar];
       T of_out = rounds ? rounded[r] : lse_t[r];
-      if (work.along.sinks.data != nullptr) {
+      const bool sink_moves = work.along.sinks.data != nullptr;
+      if (sink_moves || (p.sinks.data != nullptr && mean[r] != T(0))) {
         const T weight = sink_weight(tile.number_of_head(p.sinks, r), params.lse[scalar], rest);
-        const T moved = weight * tile.number_of_head(work.along.sinks, r);
+        const T sink_t = sink_moves ? tile.number_of_head(work.along.sinks, r) : T(0);
+        const T moved = weight * (sink_t - mean[r]);
         lse_t[r] += moved;
         of_out += moved;
       }
       if (has_no_keys(rest)) of_out = T(0);  // its output stays 0, whatever its sink does
-      params.lse_t[scalar] = lse_t[r];
+      params.lse_t[scalar] = lse_t[r] + mean[r];
       const T* out = out_rows[r];
       T* to = out_t_rows[r];
       for (int64_t d = 0; d < p.value_dim; ++d) {
         to[d * params.out_t.column_stride] = out_t[d * kRows + r] - of_out * out[d];
       }
+    }
+  }
+
+ private:
+  /// Of rows that lack one and give some weight to the block. Its tiles become P and S'.
+  QKV_ONE_COPY void take_means(int keys) {
+    alignas(64) T weights[kRows], moved[kRows];
+    set_to_zero(weights, kRows);
+    set_to_zero(moved, kRows);
+    work.for_each_pair(
+        keys, [&](int at, int v, auto, auto, Number weight, Number score_t)
+                  __attribute__((always_inline)) {
+                    T *of_weights = weights + v * S::kWidth, *of_moved = moved + v * S::kWidth;
+                    S::store(of_weights, S::load(of_weights) + weight);
+                    S::store(of_moved, S::fma(weight, score_t, S::load(of_moved)));
+                    S::store(work.p_tile + at, weight);
+                    S::store(work.scores_t + at, score_t);
+                  });
+    lacks_means = false;
+    for (int r = 0; r < work.tile.rows; ++r) {
+      const bool keeps_none = work.lse[r] == static_cast<T>(__builtin_inff());
+      if (has_mean[r] || keeps_none) continue;
+      has_mean[r] = weights[r] > T(0);
+      lacks_means |= !has_mean[r];
+      const T x = moved[r] / weights[r];
+      if (has_mean[r] && x - x == T(0)) mean[r] = x;  // it is finite
     }
   }
 };

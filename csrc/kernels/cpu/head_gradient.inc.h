@@ -7,7 +7,8 @@
 // The gradients of the numbers a head has, from numbers of its rows. With w_i = exp(sink - lse_i),
 // the weight that row i gives to the sink,
 //
-//     grad_slope = - sum over i, j of dS_ij · |p_i - j|    (over j: backward_split)
+//     grad_slope = - sum over i, j of dS_ij · |p_i - j|    (over j: the backward,
+//                                                          slope_gradient_of_rows)
 //     grad_sink  = - sum over i of w_i · delta_i           delta_i = <dO_i, O_i> - dLSE_i
 //
 // One unit of work is one query head of one batch element.

@@ -108,7 +108,7 @@ delta_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int64_t uni
       return batch_of<Element>(p, x, batch) + head * x.head_stride + i * x.row_stride;
     };
     const Element* out_row = row(params.out);
-    const Element* rest_row = sizeof(Element) == 2 ? row(task.out_rest) : nullptr;
+    const Element* rest_row = sizeof(Element) == 2 ? row(params.out_rest) : nullptr;
     const Element* grad_row = row(params.grad_out);
     T sum = T(0);
     for (int64_t column = lane; column < p.value_dim; column += device::kWarp) {

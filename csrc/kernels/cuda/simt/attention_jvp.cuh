@@ -10,6 +10,10 @@
 //     lse' = rowsum(P ∘ S') + W ∘ sink'
 //     O'   = (R ∘ P ∘ S') V + (R ∘ P) V' - lse' ∘ O
 //
+// Of operands in 16 bits a row's mean of S' over the first tile is taken from S' and sink', so that
+// what they have in common is not multiplied with the rounding of the weights in O, as on a CPU
+// (kernels/cpu/attention_jvp.inc.h).
+//
 // A block owns 64 packed rows of one key/value head and 16 · kColumns columns of O':
 //
 //     for 64 keys at a time:   S, S'                 [rows][64]       in registers
@@ -38,13 +42,13 @@ using JvpShared = WeightShared<T, kColumns, JvpRows<T>>;
 
 /// The pairs of a thread from products to weights,
 ///
-///     s: U -> R ∘ P       s_t: U' -> R ∘ P ∘ S'
+///     s: U -> R ∘ P       s_t: U' -> R ∘ P ∘ (S' - mean)
 ///
-/// both 0 where the pair is not kept. lse_t[row] += P ∘ S'. Returns which pairs are kept.
+/// both 0 where the pair is not kept. lse_t[row] += P ∘ (S' - mean). Returns which pairs are kept.
 template <class T>
 QKV_DEVICE uint32_t weigh_pairs(const MovingScores<T>& scores, const WeightRows<T>& table,
                                 int64_t first_key, int rows, int keys, bool partial, T drop_scale,
-                                T (&s)[kLeastOwn][kOthersOfThread],
+                                const T (&mean)[kLeastOwn], T (&s)[kLeastOwn][kOthersOfThread],
                                 T (&s_t)[kLeastOwn][kOthersOfThread], T (&lse_t)[kLeastOwn]) {
   if (!partial && !scores.changes() && !scores.drops()) {
 #pragma unroll
@@ -52,7 +56,7 @@ QKV_DEVICE uint32_t weigh_pairs(const MovingScores<T>& scores, const WeightRows<
 #pragma unroll
       for (int j = 0; j < kOthersOfThread; ++j) {
         s[i][j] = table.probability(thread_y() * kLeastOwn + i, s[i][j]);
-        s_t[i][j] *= s[i][j];
+        s_t[i][j] = s[i][j] * (s_t[i][j] - mean[i]);
         lse_t[i] += s_t[i][j];
       }
     }
@@ -64,7 +68,8 @@ QKV_DEVICE uint32_t weigh_pairs(const MovingScores<T>& scores, const WeightRows<
   const uint32_t kept = for_each_kept_pair<false>(
       scores, table.tile, first_key, rows, keys, pairs, [&](const KeptPair<T>& x) {
         const T weight = table.probability(x.r, x.score);
-        const T weighted = weight * scores.derivative(table.tile, x, moving[x.number]);
+        const T score_t = scores.derivative(table.tile, x, moving[x.number]);
+        const T weighted = weight * (score_t - mean[x.row]);
         lse_t[x.row] += weighted;
         pairs[x.number] = x.stays ? weight * drop_scale : T(0);
         moving[x.number] = x.stays ? weighted * drop_scale : T(0);
@@ -72,6 +77,39 @@ QKV_DEVICE uint32_t weigh_pairs(const MovingScores<T>& scores, const WeightRows<
   copy_kept_pairs(kept, pairs, s);
   copy_kept_pairs(kept, moving, s_t);
   return kept;
+}
+
+/// The means of S' over a tile, from the products of weigh_pairs; 0 of a row that keeps none of it.
+template <class T>
+QKV_DEVICE void take_means(const MovingScores<T>& scores, const WeightRows<T>& table,
+                           int64_t first_key, int rows, int keys, bool partial,
+                           const T (&s)[kLeastOwn][kOthersOfThread],
+                           const T (&s_t)[kLeastOwn][kOthersOfThread], T (&mean)[kLeastOwn]) {
+  T weights[kLeastOwn][kOthersOfThread], moved[kLeastOwn][kOthersOfThread];
+#pragma unroll
+  for (int i = 0; i < kLeastOwn; ++i) {
+#pragma unroll
+    for (int j = 0; j < kOthersOfThread; ++j) {
+      weights[i][j] = s[i][j];
+      moved[i][j] = s_t[i][j];
+    }
+  }
+  T unused[kLeastOwn] = {};
+  weigh_pairs(scores, table, first_key, rows, keys, partial, /*drop_scale=*/T(1), mean, weights,
+              moved, unused);
+#pragma unroll
+  for (int i = 0; i < kLeastOwn; ++i) {
+    T weight = T(0), sum = T(0);
+#pragma unroll
+    for (int j = 0; j < kOthersOfThread; ++j) {
+      weight += weights[i][j];
+      sum += moved[i][j];
+    }
+    weight = sum_of_lanes<kSide>(weight);
+    sum = sum_of_lanes<kSide>(sum);
+    const T x = sum / weight;
+    if (x - x == T(0)) mean[i] = x;  // it is finite
+  }
 }
 
 template <class Element, int kColumns>
@@ -106,11 +144,17 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   set_to_zero(out_t_of_all);
   const auto key = moving_keys<Element>(p, p.key, along.key, u.batch, u.kv_head);
   const auto value = moving_keys<Element>(p, p.value, along.value, u.batch, u.kv_head);
+  T mean[kLeastOwn] = {};
+  bool lacks_means = sizeof(Element) == 2 && moves;
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     T s[kLeastOwn][kOthersOfThread], s_t[kLeastOwn][kOthersOfThread];
     multiply_scores<false>(query, tile_of(key, n, keys), p.head_dim, depth, shared.stages, s, s_t);
+    if constexpr (sizeof(Element) == 2) {
+      if (lacks_means) take_means(scores, table, n, u.rows, keys, partial, s, s_t, mean);
+      lacks_means = false;
+    }
     const uint32_t kept =
-        weigh_pairs(scores, table, n, u.rows, keys, partial, drop_scale, s, s_t, lse_t);
+        weigh_pairs(scores, table, n, u.rows, keys, partial, drop_scale, mean, s, s_t, lse_t);
     device::store_shared(shared.kept + device::thread(), kept);
     multiply_moving_columns(OwnTile<T>{shared.numbers, shared.kept, partial}, moves, s_t,
                             value_moves, s, tile_of(value, n, keys), keys, u.first_column,
@@ -132,12 +176,16 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
     if (r >= u.rows) continue;
     const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, u.batch, r);
     const T rest = device::load_global(params.lse_rest + scalar);
-    if (along.sinks.data != nullptr) {
+    const bool sink_moves = along.sinks.data != nullptr;
+    if (sink_moves || (p.sinks.data != nullptr && mean[i] != T(0))) {
       const T weight = sink_weight(number_of_head(p, p.sinks, u.batch, head),
                                    device::load_global(params.lse + scalar), rest);
-      lse_t_of_row += weight * number_of_head(p, along.sinks, u.batch, head);
+      const T sink_t = sink_moves ? number_of_head(p, along.sinks, u.batch, head) : T(0);
+      lse_t_of_row += weight * (sink_t - mean[i]);
     }
-    if (u.chunk == 0 && thread_x() == 0) device::store_global(params.lse_t + scalar, lse_t_of_row);
+    if (u.chunk == 0 && thread_x() == 0) {
+      device::store_global(params.lse_t + scalar, lse_t_of_row + mean[i]);
+    }
     if (has_no_keys(rest)) lse_t_of_row = T(0);  // its output stays 0, whatever its sink does
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {

@@ -62,7 +62,7 @@ class ForwardResult {
         p_(task.forward.problem),
         batch_(batch),
         out_(batch_of<Element>(p_, task.forward.out, batch)),
-        rest_(sizeof(Element) == 2 ? batch_of<Element>(p_, task.out_rest, batch) : nullptr),
+        rest_(sizeof(Element) == 2 ? batch_of<Element>(p_, task.forward.out_rest, batch) : nullptr),
         sinks_(p_.sinks.data + batch_offset(p_, batch, p_.sinks.batch_stride)),
         dropout_(dropout_scale<T>(p_.dropout)) {}
 
@@ -80,7 +80,7 @@ class ForwardResult {
   QKV_DEVICE void write(int64_t head, int64_t query, int64_t column, T x) const {
     store_number(out_row(head, query) + column * task_.forward.out.column_stride, x);
     if constexpr (sizeof(Element) == 2) {
-      store_rest(rest_row(head, query) + column * task_.out_rest.column_stride, x);
+      store_rest(rest_row(head, query) + column * task_.forward.out_rest.column_stride, x);
     }
   }
 
@@ -89,7 +89,8 @@ class ForwardResult {
     return out_ + head * task_.forward.out.head_stride + query * task_.forward.out.row_stride;
   }
   QKV_DEVICE Element* rest_row(int64_t head, int64_t query) const {
-    return rest_ + head * task_.out_rest.head_stride + query * task_.out_rest.row_stride;
+    return rest_ + head * task_.forward.out_rest.head_stride +
+           query * task_.forward.out_rest.row_stride;
   }
 
   /// From a row's maximum and sum after finish(), and whether there was a sum before.

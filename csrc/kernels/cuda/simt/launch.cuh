@@ -167,8 +167,8 @@ template <class Element>
 int run_option_gradients(const BackwardTask<Real<Element>>& task, void* stream) {
   using T = Real<Element>;
   int error = 0;
-  if (task.grad_mask.data != nullptr) {
-    const int64_t units = MaskUnits::of(task.backward.problem, task.grad_mask).count();
+  if (task.backward.grad_mask.data != nullptr) {
+    const int64_t units = MaskUnits::of(task.backward.problem, task.backward.grad_mask).count();
     error =
         device::launch("mask_gradient", mask_gradient_kernel<Element>, blocks_of(units), kThreads,
                        shared_bytes<MaskGradientShared<T, BackwardRows<T>>>(), stream, task, units);
@@ -245,7 +245,7 @@ int run_backward_backward(const BackwardBackwardTask<Real<Element>>& task, void*
   // delta' is as delta, but of O' and without dLSE.
   BackwardTask<T> of_tangent = backward;
   of_tangent.backward.out = task.out_t;
-  of_tangent.out_rest = task.out_t_rest;
+  of_tangent.backward.out_rest = task.out_t_rest;
   of_tangent.backward.grad_lse = nullptr;
   of_tangent.delta = task.delta_t;
   int error = launch_delta<Element>(backward, stream);
@@ -258,8 +258,8 @@ int run_backward_backward(const BackwardBackwardTask<Real<Element>>& task, void*
     error = widest_gradient(p) <= 64 ? launch_grad_key_t<Element, 4>(task, stream)
                                      : launch_grad_key_t<Element, kMost>(task, stream);
   }
-  if (error == 0 && backward.grad_mask.data != nullptr) {
-    const int64_t units = MaskUnits::of(p, backward.grad_mask).count();
+  if (error == 0 && params.grad_mask.data != nullptr) {
+    const int64_t units = MaskUnits::of(p, params.grad_mask).count();
     error = device::launch("mask_gradient_t", mask_gradient_t_kernel<Element>, blocks_of(units),
                            kThreads, shared_bytes<MaskGradientShared<T, BackwardTangentRows<T>>>(),
                            stream, task, units);

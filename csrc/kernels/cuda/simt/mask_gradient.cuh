@@ -184,7 +184,7 @@ mask_gradient_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int
   using T = Real<Element>;
   const MaskGradientShared<T, BackwardRows<T>> shared(device::shared_memory());
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
-    sum_over_mask(task.backward.problem, task.grad_mask, unit, shared.sums,
+    sum_over_mask(task.backward.problem, task.backward.grad_mask, unit, shared.sums,
                   [&](const MaskRows& tile, T(&sum)[kLeastOwn][kOthersOfThread]) {
                     add_score_gradients<Element>(task, tile, shared, sum);
                   });

@@ -46,8 +46,8 @@ mask_gradient_t_kernel(QKV_PARAMS BackwardBackwardTask<Real<Element>> task,
   using T = Real<Element>;
   const MaskGradientShared<T, BackwardTangentRows<T>> shared(device::shared_memory());
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
-    sum_over_mask(task.backward.backward.problem, task.backward.grad_mask, unit, shared.sums,
-                  [&](const MaskRows& tile, T(&sum)[kLeastOwn][kOthersOfThread]) {
+    sum_over_mask(task.backward.backward.problem, task.backward.backward.grad_mask, unit,
+                  shared.sums, [&](const MaskRows& tile, T(&sum)[kLeastOwn][kOthersOfThread]) {
                     add_score_gradients_t<Element>(task, tile, shared, sum);
                   });
   }

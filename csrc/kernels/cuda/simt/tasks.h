@@ -14,27 +14,25 @@ namespace qkv::kernels::simt {
 template <class T>
 struct ForwardTask {
   ForwardParams<T> forward;
-  Operand<T> out_rest;  // of 16-bit types what rounding took from out, else without data
-  int64_t splits;       // ranges that the keys are cut into
+  int64_t splits;  // ranges that the keys are cut into
 };
 
 /// The keys are not cut: backward.splits and partial_grad_query are not read.
 template <class T>
 struct BackwardTask {
   BackwardParams<T> backward;
-  Operand<const T> out_rest;  // as in ForwardTask
-  T* delta;                   // (B, Hq, M), dense: <dO, O> - dLSE of each row
-  Operand<T> grad_mask;       // numbers of T whatever the storage; without data if not asked for
-  double* grad_slopes;        // (B, Hq), or nullptr
-  double* grad_sinks;         // as grad_slopes
+  T* delta;             // (B, Hq, M), dense: <dO, O> - dLSE of each row
+  double* grad_slopes;  // (B, Hq), or nullptr
+  double* grad_sinks;   // as grad_slopes
 };
 
 /// Directions lie like their operands, that of attn_mask as Mask::type says.
 template <class T>
 struct JvpTask {
   JvpParams<T> jvp;
-  Operand<const T> out_rest;  // as in ForwardTask
-  Operand<T> out_t_rest;      // likewise, of out_t; without data if not asked for
+  Operand<const T> out_rest;  // as in BackwardParams
+  Operand<T>
+      out_t_rest;  // of 16-bit types what rounding took from out_t; without data if not asked for
 };
 
 /// The derivative of the backward along the directions: results go where the backward's would.

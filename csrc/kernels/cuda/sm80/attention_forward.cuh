@@ -194,7 +194,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
   const RowUnit<Shared::kRows, kWidth> u(p, unit, columns, task.splits);
 
   const RowTile& tile = shared.rows;
-  const auto query = TileRows<Element>::of(p, p.query, u.batch, p.scale, shared.query_offsets);
+  const auto query = TileRows<Element>::of(p, p.query, u.batch, 1.0f, shared.query_offsets);
   tile.load<Shared::kRows>(p, u.packed, u.first_row, query.offsets);
   device::barrier();
   const bool masks = has_masks(p), modifies = changes_scores(p) || drops_weights(p);
@@ -344,7 +344,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
       write_row<kWidth, true, Element>(
           out_of_all[t], half, normaliser, u.first_column, columns,
           {result.out_row(head, i_query), task.forward.out.column_stride},
-          {result.rest_row(head, i_query), task.out_rest.column_stride});
+          {result.rest_row(head, i_query), task.forward.out_rest.column_stride});
       if (writes_scalars) result.write_lse(head, i_query, max, sum, has_keys);
     }
   }
