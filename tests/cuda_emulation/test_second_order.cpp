@@ -7,6 +7,7 @@
 
 #include "call.h"
 #include "cuda_emulation/operators.h"
+#include "cuda_emulation/tensor_cores.h"
 #include "reference.h"
 #include "samples.h"
 
@@ -171,7 +172,9 @@ TEST(SecondOrder, WhatKeysHaveInCommonMovesNothing) {
     x.band = {-1, 0, 140};
     x = converted(x, type);
     const qkv::Tangents t = {directions(x)[0]};
+    device::set_tensor_cores(true);
     const Derivatives wanted = expected(x, t), found = emulated(x, t);
+    device::set_tensor_cores(false);
     expect_no_faults();
     const double rounding = type == torch::kHalf ? 0x1p-11 : 0x1p-8;
     for (const size_t i : {0, 4}) {
