@@ -18,19 +18,19 @@ def _number(name: str, x: Optional[float]) -> Optional[float]:
     )
 
 
-def _whole(x: Optional[int]) -> Optional[int]:
+def _whole(name: str, x: Optional[int]) -> Optional[int]:
     """While ``torch.jit.trace`` runs, sizes are tensors, which it would turn into constants of an
     operator without a word. In Python it warns of that."""
     if not isinstance(x, Tensor):
         return x
     if x.is_floating_point():  # the operator would take its whole part
-        raise TypeError(f"qkv: query_offset must be an int, but is a tensor of {x.dtype}")
+        raise TypeError(f"qkv: {name} must be an int, but is a tensor of {x.dtype}")
     return int(x) if torch.jit.is_tracing() else x
 
 
 def _window(window: Optional[tuple[int, int]]) -> Optional[tuple[int, int]]:
     if window is not None and torch.jit.is_tracing():
-        return tuple(_whole(x) for x in window)
+        return tuple(_whole("each number of window", x) for x in window)
     return window
 
 
@@ -106,7 +106,7 @@ def attention(
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,
         window=_window(window),
-        query_offset=_whole(query_offset),
+        query_offset=_whole("query_offset", query_offset),
         softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -149,7 +149,7 @@ def attention_with_lse(
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,
         window=_window(window),
-        query_offset=_whole(query_offset),
+        query_offset=_whole("query_offset", query_offset),
         softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -188,7 +188,7 @@ def attention_weights(
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,
         window=_window(window),
-        query_offset=_whole(query_offset),
+        query_offset=_whole("query_offset", query_offset),
         softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -228,7 +228,7 @@ def explain(
         scale=_number("scale", scale),
         enable_gqa=enable_gqa,
         window=_window(window),
-        query_offset=_whole(query_offset),
+        query_offset=_whole("query_offset", query_offset),
         softcap=_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,

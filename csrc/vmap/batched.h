@@ -19,7 +19,8 @@ TORCH_API const std::shared_ptr<bool>& getLifeHandleForLevel(int64_t level);
 
 namespace qkv::vmap {
 
-/// Whether the level that is being processed is an inner one of `level`.
+/// Whether the level that is being processed is another one, inside of `level`: only what is not
+/// the last has one after it.
 inline bool is_outside_of_current(int64_t level) {
   try {
     at::functorch::getLifeHandleForLevel(level + 1);

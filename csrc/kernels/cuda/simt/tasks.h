@@ -31,8 +31,7 @@ template <class T>
 struct JvpTask {
   JvpParams<T> jvp;
   Operand<const T> out_rest;  // as in BackwardParams
-  Operand<T>
-      out_t_rest;  // of 16-bit types what rounding took from out_t; without data if not asked for
+  Operand<T> out_t_rest;      // likewise, of out_t; without data if not asked for
 };
 
 /// The derivative of the backward along the directions: results go where the backward's would.
