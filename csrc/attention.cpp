@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor> run(const char* op, const Call& call) {
   }
   if (x.dropout_p > 0.0) x.dropout_seed = draw_seed(x);
   if (!fused) return reference::attention(x);
-  const auto results = attention_forward_op()(x);
+  const auto results = attention_forward_op()(x, /*needs_rest=*/false);  // autograd asks for it
   return {std::get<0>(results), std::get<1>(results)};
 }
 

@@ -144,8 +144,8 @@ struct FlatKernel<kKernel> : FlatKernelOf<kKernel, Result, Types<Args...>, FlatT
 template <auto kKernel>
 constexpr auto flat = &FlatKernel<kKernel>::call;
 
-/// Results: as ForwardResults.
-using Forward = TensorTuple<4>(const Operands&);
+/// Results: as ForwardResults, of which derivatives need out_rest.
+using Forward = TensorTuple<4>(const Operands&, bool needs_rest);
 
 /// Gradients of the differentiable operands. Those with needs[i] false are empty tensors.
 /// The forward's results are functions of the operands, not variables.

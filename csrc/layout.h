@@ -58,11 +58,11 @@ inline Tensor empty_logsumexp(const Operands& x) {
   return at::empty_symint(sizes, x.query.options().dtype(accumulate_type(x.query)));
 }
 
-/// output, logsumexp and their rests.
-inline TensorTuple<4> empty_forward_results(const Operands& x) {
+/// output, logsumexp and their rests; that of output without columns if it is not needed.
+inline TensorTuple<4> empty_forward_results(const Operands& x, bool needs_rest) {
   const Tensor out = empty_output(x);
   auto sizes = out.sym_sizes().vec();
-  if (!has_16_bits(out)) sizes.back() = 0;
+  if (!needs_rest || !has_16_bits(out)) sizes.back() = 0;
   return {out, empty_logsumexp(x), empty_dense_like(x.query, sizes), empty_logsumexp(x)};
 }
 

@@ -111,7 +111,7 @@ using Needs = std::array<bool, Operands::kDifferentiable>;
 
 /// What the forward returns, and its derivatives take: output (batch.., Hq, M, Dv), logsumexp
 /// (batch.., Hq, M), and what rounding took from each; out_rest is as out, but without columns
-/// unless out is of 16 bits.
+/// unless out is of 16 bits and derivatives follow.
 struct ForwardResults {
   Tensor out;
   Tensor lse;

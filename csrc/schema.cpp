@@ -57,8 +57,8 @@ TORCH_LIBRARY(qkv, m) {
     m.def((name + '(' + operands + rest).c_str(), internal);
   };
 
-  define("_attention_forward", ") -> (Tensor output, Tensor logsumexp, Tensor output_rest, "
-        "Tensor logsumexp_rest)");
+  define("_attention_forward", ", bool needs_rest=True) -> (Tensor output, Tensor logsumexp, "
+        "Tensor output_rest, Tensor logsumexp_rest)");
 
   // What _attention_forward gave: a function of the operands, not a variable.
   const std::string results =

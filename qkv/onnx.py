@@ -66,6 +66,7 @@ def _attention_forward(
     softcap: float,
     dropout_p: float,
     band: Sequence[Union[int, "Value"]],
+    needs_rest: bool = True,
 ) -> tuple["Value", ...]:
     """The operands of csrc/operands.h to output (B.., Hq, M, Dv) and logsumexp (B.., Hq, M)."""
     from onnxscript import ir

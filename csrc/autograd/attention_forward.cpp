@@ -28,7 +28,7 @@ struct QkvAttentionBackward : OperandsNode<QkvAttentionBackward> {
   }
 };
 
-TensorTuple<4> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
+TensorTuple<4> attention_forward(c10::DispatchKeySet keys, const Operands& x, bool needs_rest) {
   using namespace torch::autograd;
   NodePointer<QkvAttentionBackward> node;
   const variable_list inputs = variables(x);
@@ -37,11 +37,13 @@ TensorTuple<4> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
     node->set_next_edges(collect_next_edges(at::TensorList(inputs)));
     node->save_operands(x);
   }
+  const Tangents t = tangents(x);
+  needs_rest = needs_rest || node || any(t);
   Tensor out, lse, out_rest, lse_rest;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     std::tie(out, lse, out_rest, lse_rest) =
-        attention_forward_op().redispatch(keys & c10::after_autograd_keyset, x);
+        attention_forward_op().redispatch(keys & c10::after_autograd_keyset, x, needs_rest);
   }
   if (node) {
     set_history({out, lse}, node);
@@ -50,7 +52,6 @@ TensorTuple<4> attention_forward(c10::DispatchKeySet keys, const Operands& x) {
     node->save(out_rest, /*is_output=*/false);
     node->save(lse_rest, /*is_output=*/false);
   }
-  const Tangents t = tangents(x);
   if (any(t)) {
     const auto [out_t, lse_t] = attention_jvp_op()(primal(x), {out, lse, out_rest, lse_rest}, t);
     set_tangent(out, out_t);

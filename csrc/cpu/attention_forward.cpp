@@ -20,7 +20,7 @@ void run_forward(const Operands& x, const TensorTuple<4>& results) {
   describe(params.problem, x, batch);
   params.out_storage = storage_of(out);
   describe(params.out, out, batch);
-  if (params.out_storage != kernels::Storage::kSame) describe(params.out_rest, out_rest, batch);
+  if (out_rest.numel() > 0) describe(params.out_rest, out_rest, batch);
   batch.complete(params.problem);
   params.lse = static_cast<T*>(lse.data_ptr());
   params.lse_rest = static_cast<T*>(lse_rest.data_ptr());
@@ -28,10 +28,10 @@ void run_forward(const Operands& x, const TensorTuple<4>& results) {
   forward_pass(forward_kernels_for(params.problem), params);
 }
 
-TensorTuple<4> attention_forward(const Operands& x) {
+TensorTuple<4> attention_forward(const Operands& x, bool needs_rest) {
   check_operands(kForwardOp, x);
   check_batch_dimensions(kForwardOp, x);
-  const auto results = empty_forward_results(x);
+  const auto results = empty_forward_results(x, needs_rest);
   const Tensor& lse = std::get<1>(results);
   if (lse.numel() == 0) return results;
   const Operands stored = readable(with_mask_in_rows(x), lse.scalar_type());

@@ -31,7 +31,7 @@ void run_forward(const Operands& x, const TensorTuple<4>& results) {
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(params.problem, x, batch);
   describe(params.out, out, batch);
-  if (has_16_bits(out)) describe(params.out_rest, out_rest, batch);
+  if (out_rest.numel() > 0) describe(params.out_rest, out_rest, batch);
   batch.complete(params.problem);
   params.lse = static_cast<T*>(lse.data_ptr());
   params.lse_rest = static_cast<T*>(lse_rest.data_ptr());
@@ -43,10 +43,10 @@ void run_forward(const Operands& x, const TensorTuple<4>& results) {
   check(kForwardOp, run_kernels(task, stream.get()));
 }
 
-TensorTuple<4> attention_forward(const Operands& x) {
+TensorTuple<4> attention_forward(const Operands& x, bool needs_rest) {
   check_operands(kForwardOp, x);
   check_batch_dimensions(kForwardOp, x);
-  const auto results = empty_forward_results(x);
+  const auto results = empty_forward_results(x, needs_rest);
   const auto real = std::get<1>(results).scalar_type();
   if (std::get<1>(results).numel() == 0) return results;
   const auto run_in = real == at::kDouble ? &run_forward<double> : &run_forward<float>;

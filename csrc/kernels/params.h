@@ -99,7 +99,7 @@ struct ForwardParams {
   Problem<T> problem;
   Storage out_storage;  // if 16 bits, out and out_rest point to such numbers
   Operand<T> out;       // data == nullptr: lse alone, from the scores that derivatives compute
-  Operand<T> out_rest;  // then: what rounding took from out
+  Operand<T> out_rest;  // then: what rounding took from out; data == nullptr: not needed
   T* lse;               // (B, Hq, M), dense
   T* lse_rest;          // what rounding took from lse, laid out as it; -0 of a row without keys
   // With few rows the keys are cut into ranges: [B][Hkv][split][rows of a head][Dv + 2], or

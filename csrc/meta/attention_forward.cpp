@@ -11,10 +11,10 @@ namespace qkv {
 
 namespace {
 
-TensorTuple<4> attention_forward(const Operands& x) {
+TensorTuple<4> attention_forward(const Operands& x, bool needs_rest) {
   check_operands(kForwardOp, x);
   check_batch_dimensions(kForwardOp, x);
-  return empty_forward_results(x);
+  return empty_forward_results(x, needs_rest);
 }
 
 TORCH_LIBRARY_IMPL(qkv, Meta, m) { m.impl("_attention_forward", flat<&attention_forward>); }

@@ -44,7 +44,7 @@ TEST_P(ReferenceSamples, KernelsOfSecondOrderEqualItsFormulas) {
   const qkv::Operands x = samples::call_of(GetParam()).operands;
   const auto operands = x.tensors();
   const auto [out, lse, out_rest, lse_rest] =
-      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x, /*needs_rest=*/true);
   const qkv::ForwardResults forward{out, lse, out_rest, lse_rest};
   qkv::Tangents t;
   qkv::NeedsOfSecond needs = {true, true};

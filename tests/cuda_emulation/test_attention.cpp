@@ -45,7 +45,7 @@ Results expected(const qkv::Operands& x) {
 Results emulated(const qkv::Operands& x) {
   torch::NoGradGuard no_grad;
   const auto [out, lse, out_rest, lse_rest] =
-      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x, /*needs_rest=*/true);
   const Incoming incoming(x);
   const auto tensors = x.tensors();
   qkv::Needs needs;
@@ -92,7 +92,8 @@ TEST_P(EmulatedSamples, ForwardEqualsTheDefinition) {
   const auto wanted = definition::attention(s);
   const qkv::Call call = samples::call_of(s);
   torch::NoGradGuard no_grad;
-  const auto results = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(call.operands);
+  const auto results =
+      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(call.operands, /*needs_rest=*/true);
   expect_no_faults();
   expect_near(call.restore_rank(std::get<0>(results)), wanted.out, 0.0, 1e-12, "out");
   expect_near(call.restore_rank(std::get<1>(results)), wanted.lse, 0.0, 1e-12, "lse");
@@ -158,7 +159,8 @@ TEST(Emulated, BitsDoNotDependOnTheBatchOrTheGrid) {
   }
   // Incoming gradients are drawn for each shape: only the forward is compared.
   torch::NoGradGuard no_grad;
-  const auto alone = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(two.with(tensors));
+  const auto alone = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(two.with(tensors),
+                                                                              /*needs_rest=*/true);
   EXPECT_TRUE(torch::equal(std::get<0>(alone), of_two.out.narrow(0, 1, 1)));
   EXPECT_TRUE(torch::equal(std::get<1>(alone), of_two.lse.narrow(0, 1, 1)));
   expect_no_faults();

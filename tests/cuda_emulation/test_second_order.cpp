@@ -71,7 +71,7 @@ Derivatives emulated(const qkv::Operands& x, const qkv::Tangents& directions,
                      const Incoming& incoming) {
   torch::NoGradGuard no_grad;
   const auto [out, lse, out_rest, lse_rest] =
-      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x, /*needs_rest=*/true);
   const qkv::Tangents t = in_types_of(x, directions);
   const auto moved = qkv::as_array(
       qkv::InternalOp<qkv::Jvp>("qkv::_attention_jvp")(x, {out, lse, out_rest, lse_rest}, t));
@@ -195,7 +195,7 @@ TEST(SecondOrder, ErrorsDoNotGrowWithLength) {
   x.band = {-1, -1, 0};
   torch::NoGradGuard no_grad;
   const auto [out, lse, out_rest, lse_rest] =
-      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+      qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x, /*needs_rest=*/true);
   const Tensor along = torch::rand_like(x.value);
   const Tensor found = std::get<0>(qkv::InternalOp<qkv::Jvp>("qkv::_attention_jvp")(
       x, {out, lse, out_rest, lse_rest}, {std::nullopt, std::nullopt, along}));

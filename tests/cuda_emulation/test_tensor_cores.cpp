@@ -27,10 +27,10 @@ class TensorCores : public ::testing::Test {
 struct Forward {
   Tensor out, lse, out_rest;
 
-  explicit Forward(const qkv::Operands& x) {
+  explicit Forward(const qkv::Operands& x, bool needs_rest = true) {
     torch::NoGradGuard no_grad;
     std::tie(out, lse, out_rest, std::ignore) =
-        qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+        qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x, needs_rest);
   }
 };
 
@@ -103,8 +103,25 @@ std::vector<Tensor> results(const qkv::Operands& x, const Incoming& incoming,
   return all;
 }
 
+/// Whether tensor cores or other kernels run: problems of few rows, splits and tiles.
+TEST_F(TensorCores, RestsChangeNoOutput) {
+  for (const bool is_on : {true, false}) {
+    device::set_tensor_cores(is_on);
+    for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+      for (const auto& of_doubles : problems()) {
+        const qkv::Operands x = converted(of_doubles, type);
+        const Forward with(x), without(x, /*needs_rest=*/false);
+        EXPECT_EQ(with.out_rest.sizes(), with.out.sizes());
+        EXPECT_EQ(without.out_rest.numel(), 0);
+        EXPECT_TRUE(with.out.equal(without.out));
+        EXPECT_TRUE(with.lse.equal(without.lse));
+      }
+    }
+  }
+}
+
 std::tuple<Tensor, Tensor> forward(const qkv::Operands& x) {
-  const auto all = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x);
+  const auto all = qkv::InternalOp<qkv::Forward>("qkv::_attention_forward")(x, /*needs_rest=*/true);
   return {std::get<0>(all), std::get<1>(all)};
 }
 

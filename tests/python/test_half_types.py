@@ -16,6 +16,7 @@ from test_definition import AGAIN, DEFINITION, results
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkv
 
@@ -300,3 +301,71 @@ def test_rows_an_odd_number_apart(queries, dtype):
     key, value = (torch.randn(1, 2, 300, 65).to(dtype)[..., :64] for _ in range(2))
     apart = qkv.attention(query, key, value)
     assert torch.equal(apart, qkv.attention(query, key.contiguous(), value.contiguous()))
+
+
+@half_types
+@pytest.mark.parametrize(
+    ("queries", "keys", "width"),
+    [(1, 40, 16), (2, 3000, 16), (5, 1100, 7), (40, 70, 24), (200, 200, 33)],
+)
+def test_what_rounding_takes_changes_no_output(queries, keys, width, dtype):
+    """Few rows, keys in ranges that are merged, tiles; rows of the output as the query's: one after
+    the other, or with their columns apart."""
+    query = torch.randn(2, 2, queries, width).to(dtype)
+    key, value = (torch.randn(2, 2, keys, width).to(dtype) for _ in range(2))
+    for q in (query, query.mT.contiguous().mT):
+        operands = (q, key, value, *[None] * 5, None, 0.0, 0.0, [-1, -1, 0])
+        with_rest = torch.ops.qkv._attention_forward(*operands)
+        without = torch.ops.qkv._attention_forward(*operands, needs_rest=False)
+        assert with_rest[2].shape == q.shape and with_rest[2].float().abs().sum() > 0
+        assert without[2].shape == (*q.shape[:-1], 0)
+        for i in (0, 1, 3):
+            assert torch.equal(with_rest[i], without[i])
+        assert torch.equal(with_rest[0], qkv.attention(q, key, value))
+
+
+class Rests(TorchDispatchMode):
+    """Whether calls asked for what rounding takes from the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.qkv._attention_forward.default:
+            names = [a.name for a in op._schema.arguments]
+            given = {**dict(zip(names, args)), **(kwargs or {})}
+            self.asked.append(given.get("needs_rest", True))
+        return op(*args, **(kwargs or {}))
+
+
+def test_what_rounding_takes_is_computed_where_a_derivative_follows():
+    x = torch.randn(1, 2, 5, 8).bfloat16()
+    leaf = x.clone().requires_grad_()
+
+    def asked(call):
+        with Rests() as rests:
+            call()
+        return rests.asked
+
+    def attend(x):
+        return qkv.attention(x, x, x)
+
+    def square(x):
+        return attend(x).float().square().sum()
+
+    def in_forward_mode():
+        with forward_ad.dual_level():
+            attend(forward_ad.make_dual(x, x))
+
+    assert asked(lambda: attend(x)) == [False]
+    with torch.no_grad():
+        assert asked(lambda: attend(leaf)) == [False]
+    assert asked(lambda: torch.func.vmap(attend)(x)) == [False]
+    assert asked(lambda: attend(leaf)) == [True]
+    assert asked(lambda: qkv.attention(x, x, leaf)) == [True]
+    assert asked(in_forward_mode) == [True]
+    assert asked(lambda: torch.func.grad(square)(x)) == [True]
+    assert asked(lambda: torch.func.jvp(attend, (x,), (x,))) == [True]
+    assert asked(lambda: torch.func.vmap(torch.func.grad(square))(x)) == [True]
+    assert asked(lambda: torch.func.grad(lambda x: torch.func.vmap(attend)(x).sum())(x)) == [True]

@@ -49,7 +49,7 @@ class OutputRows {
     const int64_t width = params_.problem.value_dim;
     const auto rows = tile_.template stored_rows_in<Stored>(params_.out),
                rests = tile_.template stored_rows_in<Stored>(params_.out_rest);
-    if (params_.out.column_stride != 1 || params_.out_rest.column_stride != 1) {
+    if (!has_whole_vectors()) {
       for (int r = 0; r < tile_.rows; ++r) {
         for (int64_t d = 0; d < width; ++d) {
           round(rows[r] + d * params_.out.column_stride,
@@ -71,9 +71,11 @@ class OutputRows {
             if (to[l] == nullptr) return;
             if (count == S::kWidth) {
               store_rounded<T>(to[l] + d, x);
+              if (rest[l] == nullptr) return;
               store_rounded<T>(rest[l] + d, x - load_stored<T>(to[l] + d));
             } else {
               store_first<T>(to[l] + d, x, count);
+              if (rest[l] == nullptr) return;
               store_first<T>(rest[l] + d, x - load_first<T>(to[l] + d, count), count);
             }
           });
@@ -86,19 +88,26 @@ class OutputRows {
     Stored* to = tile_.template stored_row<Stored>(params_.out, r) + first * column;
     Stored* rest = tile_.template stored_row<Stored>(params_.out_rest, r) + first * rest_column;
     int64_t d = 0;
-    if (column == 1 && rest_column == 1) {
+    if (has_whole_vectors()) {
       for (; d + S::kWidth <= width; d += S::kWidth) {
         const auto exact = S::load(x + d);
         store_rounded<T>(to + d, exact);
+        if (rest == nullptr) continue;
         store_rounded<T>(rest + d, exact - load_stored<T>(to + d));
       }
     }
     for (; d < width; ++d) round(to + d * column, rest + d * rest_column, x[d]);
   }
 
+  bool has_whole_vectors() const {
+    const bool needs_rest = params_.out_rest.data != nullptr;
+    return params_.out.column_stride == 1 && (!needs_rest || params_.out_rest.column_stride == 1);
+  }
+
   template <class Stored>
   static void round(Stored* to, Stored* rest, T x) {
     *to = Stored::rounded(x);
+    if (rest == nullptr) return;
     *rest = Stored::rounded(x - static_cast<T>(*to));
   }
 

@@ -76,10 +76,12 @@ class ForwardResult {
     return normaliser * dropout_;
   }
 
-  /// A number of out and, of 16-bit types, what rounding takes from it.
+  QKV_DEVICE bool needs_rest() const { return sizeof(Element) == 2 && rest_ != nullptr; }
+
+  /// A number of out and, where it is needed, what rounding takes from it.
   QKV_DEVICE void write(int64_t head, int64_t query, int64_t column, T x) const {
     store_number(out_row(head, query) + column * task_.forward.out.column_stride, x);
-    if constexpr (sizeof(Element) == 2) {
+    if (needs_rest()) {
       store_rest(rest_row(head, query) + column * task_.forward.out_rest.column_stride, x);
     }
   }

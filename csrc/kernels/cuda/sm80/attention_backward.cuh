@@ -286,7 +286,7 @@ QKV_DEVICE void grad_query_unit(const BackwardTask<float>& task, int64_t unit, i
       device::store_global(params.slope_gradient_of_rows + table.tile.scalar(p, u.batch, r), sum);
     }
     if (params.grad_query.data == nullptr) continue;
-    write_row<kWidth, false, Element>(
+    write_row<kWidth, Element>(
         grad_of_all[0], half, p.scale, u.first_column, p.head_dim,
         {table.tile.row(grad_query, params.grad_query, r), params.grad_query.column_stride});
   }
@@ -427,7 +427,7 @@ QKV_DEVICE void grad_key_unit(const BackwardTask<float>& task, int64_t unit, int
     for (int half = 0; half < 2; ++half) {
       const int k = first_own + row_of_number(2 * half);
       if (k >= u.keys) continue;
-      write_row<kWidth, false, Element>(
+      write_row<kWidth, Element>(
           sums[0], half, factor, u.first_column, columns,
           {of_head + (u.first_key + k) * grad.row_stride, grad.column_stride});
     }

@@ -341,7 +341,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
       }
       const bool has_keys = sum != 0.0f;
       const float normaliser = result.finish(head, max, sum);
-      write_row<kWidth, true, Element>(
+      write_row<kWidth, Element>(
           out_of_all[t], half, normaliser, u.first_column, columns,
           {result.out_row(head, i_query), task.forward.out.column_stride},
           {result.rest_row(head, i_query), task.forward.out_rest.column_stride});

@@ -18,15 +18,16 @@ struct ResultRow {
 };
 
 /// Writes factor · sums of a row, of which a lane has two numbers in each 8: kWidth columns from
-/// first_column on, of the `columns` that there are. With kRests what rounding took goes to another
-/// row.
-template <int kWidth, bool kRests, class Element, class Sum>
+/// first_column on, of the `columns` that there are. What rounding took goes to another row, if
+/// there is one.
+template <int kWidth, class Element, class Sum>
 QKV_DEVICE void write_row(Sum (&sums)[kWidth / 8][4], int half, float factor, int64_t first_column,
                           int64_t columns, const ResultRow<Element>& row,
                           const ResultRow<Element>& rests = {}) {
   const Element* type = nullptr;
   const int64_t first = first_column + column_of_number(0);
-  if (row.takes_words(columns) && (!kRests || rests.takes_words(columns))) {
+  const bool has_rests = rests.first != nullptr;
+  if (row.takes_words(columns) && (!has_rests || rests.takes_words(columns))) {
     const int left = at_most(kWidth, columns - first);
 #pragma unroll
     for (int c = 0; c < kWidth / 8; ++c) {
@@ -34,7 +35,7 @@ QKV_DEVICE void write_row(Sum (&sums)[kWidth / 8][4], int half, float factor, in
       const float x = factor * sums[c][2 * half], y = factor * sums[c][2 * half + 1];
       const uint32_t word = device::rounded_pair(x, y, type);
       device::store_global(reinterpret_cast<uint32_t*>(row.first + first) + c * 4, word);
-      if constexpr (kRests) {
+      if (has_rests) {
         const uint32_t rest = device::rounded_pair(x - number_of_word<Element>(word, 0),
                                                    y - number_of_word<Element>(word, 1), type);
         device::store_global(reinterpret_cast<uint32_t*>(rests.first + first) + c * 4, rest);
@@ -53,7 +54,7 @@ QKV_DEVICE void write_row(Sum (&sums)[kWidth / 8][4], int half, float factor, in
     const uint32_t word = device::rounded_pair(numbers[i], 0.0f, type);
     device::store_global(row.first + column * row.stride,
                          Element{static_cast<uint16_t>(word & 0xffff)});
-    if constexpr (kRests) {
+    if (has_rests) {
       const uint32_t rest =
           device::rounded_pair(numbers[i] - number_of_word<Element>(word, 0), 0.0f, type);
       device::store_global(rests.first + column * rests.stride,
