@@ -1,6 +1,6 @@
 """Typed functions over the operators ``torch.ops.qkv.*``."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 
 def _number(name: str, x: Optional[float]) -> Optional[float]:
     """The operator would take the number in a tensor, and its gradient would be lost."""
-    if not isinstance(x, Tensor):
+    if type(x) is float or not isinstance(x, Tensor):  # the first is faster
         return x
     if torch.jit.is_tracing() and not x.requires_grad:  # computed from sizes; see _whole
         return float(x)
@@ -32,6 +32,39 @@ def _window(window: Optional[tuple[int, int]]) -> Optional[tuple[int, int]]:
     if window is not None and torch.jit.is_tracing():
         return tuple(_whole("each number of window", x) for x in window)
     return window
+
+
+def _options(
+    scale: Optional[float],
+    enable_gqa: bool,
+    window: Optional[tuple[int, int]],
+    query_offset: Optional[int],
+    softcap: float,
+    alibi_slopes: Optional[Tensor],
+    sinks: Optional[Tensor],
+    key_mask: Optional[Tensor],
+) -> dict[str, Any]:
+    """Those that are not the operators' defaults. To read an argument by its name takes PyTorch 0.5
+    us, all of them as much as attention to a few keys."""
+    options: dict[str, Any] = {}
+    if scale is not None:
+        options["scale"] = _number("scale", scale)
+    if enable_gqa is not False:
+        options["enable_gqa"] = enable_gqa
+    if window is not None:
+        options["window"] = _window(window)
+    if query_offset is not None:
+        options["query_offset"] = _whole("query_offset", query_offset)
+    softcap = _number("softcap", softcap)
+    if softcap != 0.0:
+        options["softcap"] = softcap
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if sinks is not None:
+        options["sinks"] = sinks
+    if key_mask is not None:
+        options["key_mask"] = key_mask
+    return options
 
 
 def attention(
@@ -103,14 +136,7 @@ def attention(
         attn_mask,
         _number("dropout_p", dropout_p),
         is_causal,
-        scale=_number("scale", scale),
-        enable_gqa=enable_gqa,
-        window=_window(window),
-        query_offset=_whole("query_offset", query_offset),
-        softcap=_number("softcap", softcap),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        key_mask=key_mask,
+        **_options(scale, enable_gqa, window, query_offset, softcap, alibi_slopes, sinks, key_mask),
     )
 
 
@@ -146,14 +172,7 @@ def attention_with_lse(
         attn_mask,
         _number("dropout_p", dropout_p),
         is_causal,
-        scale=_number("scale", scale),
-        enable_gqa=enable_gqa,
-        window=_window(window),
-        query_offset=_whole("query_offset", query_offset),
-        softcap=_number("softcap", softcap),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        key_mask=key_mask,
+        **_options(scale, enable_gqa, window, query_offset, softcap, alibi_slopes, sinks, key_mask),
     )
 
 
@@ -185,14 +204,7 @@ def attention_weights(
         key,
         attn_mask,
         is_causal,
-        scale=_number("scale", scale),
-        enable_gqa=enable_gqa,
-        window=_window(window),
-        query_offset=_whole("query_offset", query_offset),
-        softcap=_number("softcap", softcap),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        key_mask=key_mask,
+        **_options(scale, enable_gqa, window, query_offset, softcap, alibi_slopes, sinks, key_mask),
     )
 
 
@@ -225,12 +237,5 @@ def explain(
         attn_mask,
         _number("dropout_p", dropout_p),
         is_causal,
-        scale=_number("scale", scale),
-        enable_gqa=enable_gqa,
-        window=_window(window),
-        query_offset=_whole("query_offset", query_offset),
-        softcap=_number("softcap", softcap),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        key_mask=key_mask,
+        **_options(scale, enable_gqa, window, query_offset, softcap, alibi_slopes, sinks, key_mask),
     )
