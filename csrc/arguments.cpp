@@ -95,7 +95,7 @@ std::pair<SymInt, SymInt> checked_heads(const char* op, const Arguments& a) {
                       "; enable_gqa=True allows Hkv to be a divisor of Hq");
     return {kv_heads, query_heads};
   }
-  TORCH_CHECK_VALUE(kv_heads != 0 && query_heads % kv_heads == 0, op,
+  TORCH_CHECK_VALUE(is_multiple(query_heads, kv_heads), op,
                     ": with enable_gqa, Hkv must divide Hq, but Hq=", query_heads,
                     " and Hkv=", kv_heads);
   return {kv_heads, query_heads};

@@ -70,7 +70,7 @@ void check_head_numbers(const char* op, const char* name, const Tensor& x, const
   TORCH_CHECK_TYPE(may_go_with(x, query), op, ": ", name, " must be ", types_that_go_with(query),
                    ", but is ", dtype_name(x.scalar_type()));
   check_device(op, name, x, query);
-  TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_size(-1) == scores.heads, op, ": ", name,
+  TORCH_CHECK_VALUE(x.dim() >= 1 && are_same(x.sym_size(-1), scores.heads), op, ": ", name,
                     " must have one number for each of the Hq=", scores.heads,
                     " query heads, but has shape ", x.sym_sizes());
   check_broadcasts(op, name, x, "(batch.., Hq)", joined(scores.batch, {scores.heads}));
@@ -171,7 +171,7 @@ void check_operands(const char* op, const Operands& x) {
   const ScoreShape scores = score_shape(x);
   const SymInt kv_heads = x.key.sym_size(-3);
   const bool heads_fit =
-      is_known_to_be(scores.heads, kv_heads) || (kv_heads != 0 && scores.heads % kv_heads == 0);
+      is_known_to_be(scores.heads, kv_heads) || is_multiple(scores.heads, kv_heads);
   const auto all_but_width = [](const Tensor& t) { return t.sym_sizes().slice(0, t.dim() - 1); };
   TORCH_CHECK_VALUE(batch_of(x.key) == scores.batch &&
                         all_but_width(x.value) == all_but_width(x.key) && heads_fit &&

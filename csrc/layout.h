@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "operands.h"
+#include "sizes.h"
 
 // Where results lie in memory. Real and meta kernels both allocate by these functions, so that
 // they agree.
@@ -27,7 +28,8 @@ inline Tensor empty_dense_like(const Tensor& like, c10::SymIntArrayRef sizes) {
     for (int64_t at = d; at > 0; --at) {
       const c10::SymInt& outer = strides[order[at - 1]];
       const c10::SymInt& inner = strides[order[at]];
-      if (outer == 0 || inner == 0 || outer >= inner) break;
+      if (is_known_to_be(outer, 0) || is_known_to_be(inner, 0)) break;
+      if (!is_smaller_stride(outer, inner)) break;
       std::swap(order[at - 1], order[at]);
     }
   }

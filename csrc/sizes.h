@@ -15,12 +15,24 @@ inline bool are_same(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_eq(b).expect_true(__FILE__, __LINE__);
 }
 
+/// Whether size a is a multiple of size b, which 0 has none of. If nobody knows, it is: as above.
+inline bool is_multiple(const c10::SymInt& a, const c10::SymInt& b) {
+  return b.sym_ne(0).expect_true(__FILE__, __LINE__) && are_same(a % b, 0);
+}
+
 /// Whether a size is known to be 1, and thus to be broadcast.
 inline bool is_one(const c10::SymInt& x) { return TORCH_GUARD_OR_FALSE(x.sym_eq(1)); }
 
 /// Whether a size is known to be another.
 inline bool is_known_to_be(const c10::SymInt& a, const c10::SymInt& b) {
   return TORCH_GUARD_OR_FALSE(a.sym_eq(b));
+}
+
+/// Whether a dense tensor's stride a is less than its stride b: if nobody knows, because a size
+/// might be 0 or 1, b is a multiple of a then.
+inline bool is_smaller_stride(const c10::SymInt& a, const c10::SymInt& b) {
+  if (TORCH_GUARD_OR_FALSE(a.sym_ge(b))) return false;
+  return TORCH_GUARD_OR_FALSE(a.sym_lt(b)) || is_known_to_be(b % a, 0);
 }
 
 /// Whether two shapes are known to be the same.

@@ -192,11 +192,15 @@ void load_state_dict(torch::nn::Module& module, const std::string& path) {
                     " does not fit ", module.name(), "; missing: [", missing, "], unexpected: [",
                     unexpected, "]");
   for (const auto& [name, tensor] : to) {
+    const at::Tensor& found = from.at(name);
     TORCH_CHECK_VALUE(!tensor.is_meta(), "qkv::nn::load_state_dict: ", name,
                       " is on meta, which holds no numbers");
-    TORCH_CHECK_VALUE(tensor.sizes() == from.at(name).sizes(), "qkv::nn::load_state_dict: ", name,
-                      " has shape ", tensor.sizes(), ", but ", path, " has ",
-                      from.at(name).sizes());
+    TORCH_CHECK_VALUE(tensor.sizes() == found.sizes(), "qkv::nn::load_state_dict: ", name,
+                      " has shape ", tensor.sizes(), ", but ", path, " has ", found.sizes());
+    TORCH_CHECK_VALUE(
+        tensor.layout() == found.layout() && tensor.is_quantized() == found.is_quantized(),
+        "qkv::nn::load_state_dict: ", name, " is a ", tensor.toString(), ", but ", path, " has a ",
+        found.toString());
     TORCH_CHECK_VALUE(
         tensor.layout() != at::kStrided || at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
         "qkv::nn::load_state_dict: ", name, " is an expanded view, which cannot be written");

@@ -41,8 +41,10 @@ def key_mask_of(
     return padding.logical_not()
 
 
-def check_mask_of_one_head(module: str, mask: Tensor, input: Tensor) -> None:
-    """Of a module with one head, whose masks have no dimension for it."""
+def mask_of_one_head(module: str, mask: Optional[Tensor], input: Tensor) -> Optional[Tensor]:
+    """Of a module with one head, whose masks have no dimension for it, to that of the operator."""
+    if mask is None:
+        return None
     full = list(input.shape[:-1]) + [input.size(-2)]
     fits = mask.dim() <= len(full)
     if fits:
@@ -54,6 +56,7 @@ def check_mask_of_one_head(module: str, mask: Tensor, input: Tensor) -> None:
             f"{module}: attn_mask must broadcast to (B.., T, T) = {full}, but has shape "
             f"{list(mask.shape)}"
         )
+    return mask.unsqueeze(-3) if mask.dim() > 2 else mask
 
 
 def check_rows(module: str, name: str, x: Tensor, letters: str, width: int) -> None:

@@ -15,6 +15,10 @@ from qkv.nn.arguments import (
     key_mask_of,
 )
 
+# In a symbolic trace, which knows no sizes, they are nodes.
+torch.fx.wrap("check_rows")
+torch.fx.wrap("key_mask_of")
+
 
 class MultiheadAttention(torch.nn.Module):
     """Multi-head attention with learned W_Q, W_K, W_V and W_O (arXiv:1706.03762, section 3.2.2).

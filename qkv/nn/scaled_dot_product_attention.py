@@ -7,6 +7,9 @@ from torch import Tensor
 
 from qkv.nn.arguments import checked_dropout, checked_scale, key_mask_of
 
+# In a symbolic trace, which knows no sizes, they are nodes.
+torch.fx.wrap("key_mask_of")
+
 
 class ScaledDotProductAttention(torch.nn.Module):
     """``softmax(scale * Q K^T) V`` without parameters.

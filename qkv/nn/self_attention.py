@@ -7,13 +7,18 @@ from torch import Tensor
 from torch.nn import Linear
 
 from qkv.nn.arguments import (
-    check_mask_of_one_head,
     check_positive,
     check_rows,
     checked_dropout,
     checked_scale,
     key_mask_of,
+    mask_of_one_head,
 )
+
+# In a symbolic trace, which knows no sizes, they are nodes.
+torch.fx.wrap("check_rows")
+torch.fx.wrap("key_mask_of")
+torch.fx.wrap("mask_of_one_head")
 
 
 class SelfAttention(torch.nn.Module):
@@ -120,11 +125,8 @@ class SelfAttention(torch.nn.Module):
         """The operator's attn_mask and key_mask; before any work, as all checks are."""
         name = "qkv.nn.SelfAttention"
         check_rows(name, "input", input, "d_in", self.d_in)
-        if attn_mask is not None:
-            check_mask_of_one_head(name, attn_mask, input)
-            if attn_mask.dim() > 2:  # the one head is where the operator has its heads
-                attn_mask = attn_mask.unsqueeze(-3)
-        return attn_mask, key_mask_of(name, key_padding_mask, input)
+        mask = mask_of_one_head(name, attn_mask, input)
+        return mask, key_mask_of(name, key_padding_mask, input)
 
     def extra_repr(self) -> str:
         scale = "" if self.scale is None else f"scale={self.scale}, "

@@ -35,8 +35,8 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
     persistent: those of this module stay as they are. Numbers are converted to its dtypes.
 
     Raises:
-        RuntimeError: if the file holds no dict of tensors, if names or shapes differ, or if the
-            module is on meta or has an expanded view; nothing has been changed then.
+        RuntimeError: if the file holds no dict of tensors, if names, shapes or layouts differ, or
+            if the module is on meta or has an expanded view; nothing has been changed then.
         pickle.UnpicklingError: if the file holds anything else than tensors.
     """
     if _is_script_archive(path):
@@ -64,17 +64,24 @@ def _check_fits(
             f"missing: {missing}, unexpected: {unexpected}"
         )
     for name, x in own.items():
-        if isinstance(x, torch.Tensor) and x.is_meta:
+        if not isinstance(x, Tensor):
+            continue
+        found = state[name]
+        if x.is_meta:
             raise RuntimeError(
                 f"qkv.nn.load_state_dict: {name} is on meta, which holds no numbers; "
                 "module.to_empty(device=..) first"
             )
-        if isinstance(x, torch.Tensor) and x.shape != state[name].shape:
+        if x.shape != found.shape:
             raise RuntimeError(
                 f"qkv.nn.load_state_dict: {name} has shape {list(x.shape)}, but {path} has "
-                f"{list(state[name].shape)}"
+                f"{list(found.shape)}"
             )
-        if isinstance(x, torch.Tensor) and _is_expanded(x):
+        if (x.layout, x.is_quantized) != (found.layout, found.is_quantized):
+            raise RuntimeError(
+                f"qkv.nn.load_state_dict: {name} is a {x.type()}, but {path} has a {found.type()}"
+            )
+        if _is_expanded(x):
             raise RuntimeError(
                 f"qkv.nn.load_state_dict: {name} is an expanded view, which cannot be written"
             )

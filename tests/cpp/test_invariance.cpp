@@ -6,6 +6,7 @@
 #include <qkv/qkv.h>
 #include <torch/torch.h>
 
+#include <cfenv>
 #include <thread>
 
 namespace {
@@ -147,6 +148,39 @@ TEST(Invariance, SubnormalNumbersThatCountAsZeros) {
   EXPECT_EQ(flushed.count_nonzero().item<int64_t>(), 0);
   EXPECT_TRUE(torch::equal(kept, half));
   EXPECT_GT(qkv::attention(q, subnormal, subnormal).count_nonzero().item<int64_t>(), 0);
+  at::set_num_threads(before);
+}
+
+/// Which way the caller rounds, and what it lets trap, is not the kernels' business. (A scale of 1/4
+/// is the same in all modes.)
+TEST(Invariance, RoundingAndTraps) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(2);
+  const Tensor mask = torch::rand({150, 300}) < 0.7;
+  for (const auto type : {torch::kDouble, torch::kFloat, torch::kBFloat16, torch::kHalf}) {
+    const Tensor q = torch::randn({4, 150, 16}).to(type).requires_grad_(),
+                 k = torch::randn({4, 300, 16}).to(type);
+    const auto results = [&] {
+      const Tensor out = qkv::attention(q, k, k, qkv::AttentionOptions().attn_mask(mask));
+      const Tensor grad = torch::autograd::grad({out}, {q}, {torch::ones_like(out)}, true, true)[0];
+      return std::vector<Tensor>{
+          out, grad, torch::autograd::grad({grad}, {q}, {torch::ones_like(grad)})[0]};
+    };
+    const auto expected = results();
+    for (const int rounding : {FE_DOWNWARD, FE_UPWARD, FE_TOWARDZERO}) {
+      std::fesetround(rounding);
+      const auto found = results();
+      std::fesetround(FE_TONEAREST);
+      for (size_t i = 0; i < found.size(); ++i) {
+        EXPECT_TRUE(torch::equal(found[i], expected[i])) << type << ", result " << i;
+      }
+    }
+#ifdef __GLIBC__
+    feenableexcept(FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW);
+    results();
+    fedisableexcept(FE_ALL_EXCEPT);
+#endif
+  }
   at::set_num_threads(before);
 }
 

@@ -159,16 +159,26 @@ def _select(kept: Tensor, dims: dict[str, int], tensors: Tensors) -> Tensors:
 
 
 def _one_graph_for_all_selected(x: Operator, dims: dict[str, int], tensors: Tensors) -> None:
+    """Selected within the graph, or before it, whose inputs it is told not to look at the sizes of."""
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     f = lambda kept, **tensors: x(**_select(kept, dims, tensors))
     compiled = torch.compile(f, backend=count, fullgraph=True)
+    of_selected = torch.compile(x, backend=count, fullgraph=True)
+
+    def select_before(kept, **tensors):
+        selected = _select(kept, dims, tensors)
+        for n, d in dims.items():
+            torch._dynamo.decorators.mark_unbacked(selected[n], d % selected[n].dim())
+        return of_selected(**selected)
+
     size = next(tensors[n].size(d) for n, d in dims.items())
     expected = lambda kept, **tensors: x.expected(**_select(kept, dims, tensors))
     for step in (2, 3):
         kept = torch.arange(size) % step == 0
-        found = _results_and_gradients(partial(compiled, kept), tensors)
-        assert_close(found, _results_and_gradients(partial(expected, kept), tensors))
-    assert count.frame_count == 1
+        wanted = _results_and_gradients(partial(expected, kept), tensors)
+        for call in (compiled, select_before):
+            assert_close(_results_and_gradients(partial(call, kept), tensors), wanted)
+    assert count.frame_count == 2
 
 
 def sizes_of_data(x: Operator) -> None:

@@ -1,6 +1,7 @@
 """The modules: against plain operations, against torch.nn, and against their twins in C++."""
 
 import copy
+import inspect
 import json
 import pickle
 import struct
@@ -107,6 +108,22 @@ def test_traced(name):
             traced.forward_with_weights(**given), module.forward_with_weights(**given), strict=True
         ):
             assert torch.equal(t, e)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_symbolic_trace(name):
+    """For any sizes, which are checked when the graph runs."""
+    module, inputs = make_twin(name)
+    arguments = dict.fromkeys(inspect.signature(module.forward).parameters)
+    others = {n: None for n in arguments if n not in inputs}
+    traced = torch.fx.symbolic_trace(module, concrete_args=others)
+    longer = {n: torch.cat([x, x], -2) for n, x in inputs.items() if "mask" not in n}
+    for given in (inputs, longer) if len(longer) == len(inputs) else (inputs,):
+        assert torch.equal(traced(*{**arguments, **given}.values()), module(**given))
+    if list(module.parameters()):
+        narrower = {n: x[..., :-1] if "mask" not in n else x for n, x in inputs.items()}
+        with pytest.raises(ValueError, match=f"qkv.nn.{type(module).__name__}: .* must be"):
+            traced(*{**arguments, **narrower}.values())
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -425,6 +442,20 @@ def test_load_state_dict_says_first_what_cannot_be_written(tmp_path):
     assert (module.first == 0).all()
 
 
+def test_load_state_dict_says_first_what_cannot_be_copied(tmp_path):
+    module = torch.nn.Sequential(qkv.nn.SelfAttention(8, 4))
+    before = {n: x.clone() for n, x in module.state_dict().items()}
+    for kind in (
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        lambda x: x.to_sparse(),
+    ):
+        state = {n: kind(x) if "w_v" in n else x + 1 for n, x in before.items()}
+        torch.save(state, tmp_path / "file")
+        with pytest.raises(RuntimeError, match=r"0.w_v.weight is a torch.FloatTensor, but .* has a torch\."):
+            qkv.nn.load_state_dict(module, tmp_path / "file")
+        assert all(torch.equal(x, before[n]) for n, x in module.state_dict().items())
+
+
 def test_meta_holds_no_numbers(tmp_path):
     qkv.nn.save_state_dict(qkv.nn.SelfAttention(8, 4), tmp_path / "file")
     with torch.device("meta"):
@@ -441,11 +472,15 @@ def test_meta_holds_no_numbers(tmp_path):
 
 
 @beside_cpp
-@pytest.mark.parametrize("kind", ["ordered_dict", "text", "nothing", "folder"])
+@pytest.mark.parametrize("kind", ["ordered_dict", "quantized", "text", "nothing", "folder"])
 def test_cpp_says_what_it_cannot_read(kind, tmp_path):
     weights = tmp_path / "weights.pt"
     if kind == "ordered_dict":
         torch.save(torch.nn.Linear(8, 8).state_dict(), weights)
+    elif kind == "quantized":
+        state = dict(qkv.nn.SelfAttention(8, 8).state_dict())
+        state["w_v.weight"] = torch.quantize_per_tensor(state["w_v.weight"], 0.1, 0, torch.qint8)
+        torch.save(state, weights)
     elif kind == "folder":
         weights.mkdir()
     else:
@@ -456,6 +491,10 @@ def test_cpp_says_what_it_cannot_read(kind, tmp_path):
         [BUILD / "tests" / "module_twin", tmp_path / "spec.json"], capture_output=True, text=True
     )
     assert found.returncode != 0
+    if kind == "quantized":
+        rule = f"w_v.weight is a CPUFloatType, but {weights} has a QuantizedCPUQInt8Type"
+        assert f"qkv::nn::load_state_dict: {rule}" in found.stderr
+        return
     assert f"qkv::nn::load_state_dict: {weights} is no archive" in found.stderr
     assert "torch.save(dict(module.state_dict()), path)" in found.stderr
 

@@ -285,19 +285,20 @@ class FewRowsBackward {
   alignas(64) T slope_gradient_[Simd<T>::kWidth] = {};
 };
 
-/// f(the products of few rows, a number as stored, how many rows are multiplied as a Constant)
-template <class Source, class T, class F>
+/// f(the products of few rows that go with OfForward, those of a forward tile; a number as stored;
+/// how many rows are multiplied as a Constant)
+template <class OfForward, class T, class F>
 inline void with_products_of_few_rows(const Problem<T>& p, F f) {
-  Source::with_few_rows(p.key_value_storage, [&](auto stored, auto products) {
+  OfForward::with_few_rows(p.key_value_storage, [&](auto stored, auto products) {
     with_row_count<decltype(products)>(rows_of_kv_head(p),
                                        [&](auto rows) { f(products, stored, rows); });
   });
 }
 
-template <class Source, class T>
+template <class OfForward, class T>
 inline int64_t few_rows_backward_scratch_bytes(const BackwardParams<T>& params) {
   int64_t bytes = 0;
-  with_products_of_few_rows<Source>(params.problem, [&](auto products, auto, auto rows) {
+  with_products_of_few_rows<OfForward>(params.problem, [&](auto products, auto, auto rows) {
     bytes = FewRowsMemory<decltype(products), T, rows()>(params.problem, nullptr).bytes;
   });
   return bytes;
@@ -325,12 +326,12 @@ inline void write_grad_query_of_few_rows(const BackwardParams<T>& params, int64_
 }
 
 /// One split of one key/value head, as attention_backward.
-template <class Source, class T>
+template <class OfForward, class T>
 inline void few_rows_backward(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                               void* scratch) {
   const Problem<T>& p = params.problem;
   const int64_t head = first_head + unit / params.splits, split = unit % params.splits;
-  with_products_of_few_rows<Source>(p, [&](auto products, auto stored, auto rows) {
+  with_products_of_few_rows<OfForward>(p, [&](auto products, auto stored, auto rows) {
     FewRowsBackward<decltype(products), T, decltype(stored), rows()> backward(params, head,
                                                                               scratch);
     backward.run(keys_of_split(params, split));
@@ -364,14 +365,14 @@ inline int64_t one_unit(const Problem<T>&) {
   return 1;
 }
 
-/// With the products of the forward that Source is for. The mask's gradient is left to others.
-template <class Source, class T = typename Source::Real>
+/// The mask's gradient is left to others.
+template <class OfForward, class T = typename OfForward::Real>
 constexpr BackwardKernels<T> make_few_rows_backward_kernels() {
   return {one_unit<T>,
           one_split<T>,
-          few_rows_backward_scratch_bytes<Source, T>,
+          few_rows_backward_scratch_bytes<OfForward, T>,
           few_rows_partial_grad_query_size<T>,
-          few_rows_backward<Source, T>,
+          few_rows_backward<OfForward, T>,
           sum_grad_query_of_few_rows<T>,
           nullptr,
           nullptr};

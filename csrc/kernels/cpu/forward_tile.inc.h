@@ -20,15 +20,15 @@
 // Everything is kept transposed: the rows of the tile lie in the lanes of vectors, so that maxima
 // and sums over keys are vertical, and K and V are used as they lie in memory.
 //
-//              rows (lanes) ->                         for each block of Source::kBlockKeys keys:
+//              rows (lanes) ->                         for each block of Products::kBlockKeys keys:
 //     Qᵀ   D  [ ................ ]                      S = scale · K · Qᵀ      [keys][rows]
 //     S  keys [ ................ ]  one block           softcap, mask, ALiBi
 //                                                       P = exp(S - max)        in place
 //                                                       dropout
 //     Oᵀ  Dv  [ ................ ]                      Oᵀ += Vᵀ · P            [Dv][rows]
 //
-// Q, K, V and both products are the Source's: forward_source.inc.h, bfloat16_source.inc.h,
-// amx_source.inc.h.
+// How Q, K and V are read and multiplied is the business of Products: forward_products.inc.h,
+// forward_in_pairs.inc.h, amx_forward.inc.h.
 //
 // Of a block that the edge of the band runs through, only those vectors of rows that see some of 16
 // keys take part in them:
@@ -40,46 +40,47 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Keys of a block, unless the source takes more; with masks it takes no more either, for it is
+/// Keys of a block, unless Products take more; with masks they take no more either, for it is
 /// blocks that masks leave out.
 constexpr int kForwardBlockKeys = 128;
 constexpr int kEdgeKeys = 16;
 
-template <class Source>
+template <class Products>
 class ForwardTile {
  public:
-  using T = typename Source::Real;
+  using T = typename Products::Real;
   using S = Simd<T>;
   using Math = VectorMath<T>;
   using Number = typename S::Number;
-  static constexpr int kRows = Source::kRows;
+  static constexpr int kRows = Products::kRows;
   using Tile = RowTile<kRows>;
 
-  /// What a tile needs from its first block of keys to its last; the source's part comes after.
+  /// What a tile needs from its first block of keys to its last; that of Products comes after.
   static int64_t own_bytes(const Problem<T>& p) {
-    return Source::out_rows(p) * kRows * static_cast<int64_t>(sizeof(T)) + Source::own_bytes(p);
+    return Products::out_rows(p) * kRows * static_cast<int64_t>(sizeof(T)) + Products::own_bytes(p);
   }
-  /// What it needs for one block; the source's part comes after.
+  /// What it needs for one block; that of Products comes after.
   static int64_t block_bytes(const Problem<T>& p) {
-    return 2 * Source::kBlockKeys * kRows * static_cast<int64_t>(sizeof(T)) + kBitBytes +
-           Source::block_bytes(p);
+    return 2 * Products::kBlockKeys * kRows * static_cast<int64_t>(sizeof(T)) + kBitBytes +
+           Products::block_bytes(p);
   }
-  static constexpr int64_t kBitBytes = 2 * Source::kBlockKeys / 8 * kRows;
+  static constexpr int64_t kBitBytes = 2 * Products::kBlockKeys / 8 * kRows;
 
   /// Of the keys of `split`, those that some row sees. `fetches`: they come from memory, or from a
   /// cache that is far.
   ForwardTile(const ForwardParams<T>& params, const Tile& tile, KeyRange split, bool fetches,
-              const typename Source::Turn& turn, void* own, void* block)
+              const typename Products::Turn& turn, void* own, void* block)
       : params_(params),
         p_(params.problem),
         tile_(tile),
         fetches_(fetches),
         out_t_(static_cast<T*>(own)),
         scores_(static_cast<T*>(block)),
-        mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * Source::kBlockKeys * kRows),
-              scores_ + Source::kBlockKeys * kRows},
-        stays_(mask_.bits + Source::kBlockKeys / 8 * kRows),
-        source_(params, tile, turn, out_t_ + Source::out_rows(p_) * kRows, mask_.bits + kBitBytes),
+        mask_{reinterpret_cast<uint8_t*>(scores_ + 2 * Products::kBlockKeys * kRows),
+              scores_ + Products::kBlockKeys * kRows},
+        stays_(mask_.bits + Products::kBlockKeys / 8 * kRows),
+        products_(params, tile, turn, out_t_ + Products::out_rows(p_) * kRows,
+                  mask_.bits + kBitBytes),
         any_(keys_of_any(p_.band, tile.first_query(), tile.last_query(), p_.keys)
                  .intersection(split)),
         all_(keys_of_all(p_.band, tile.first_query(), tile.last_query(), p_.keys)),
@@ -87,7 +88,7 @@ class ForwardTile {
     alibi_.load(p_, tile);
     drops_ = p_.dropout.threshold != 0;
     const bool has_masks = p_.attn_mask.type != MaskType::kNone || p_.key_mask.data != nullptr;
-    block_keys_ = has_masks ? kForwardBlockKeys : Source::kBlockKeys;
+    block_keys_ = has_masks ? kForwardBlockKeys : Products::kBlockKeys;
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
     for (auto& s : softmax_) s.clear();
   }
@@ -138,7 +139,7 @@ class ForwardTile {
     begin_sums();
     store_softmax(max, sum, factor);
     for (int r = 0; r < tile_.rows; ++r) has_keys[r] = sum[r] != T(0);
-    for (int v = 0; v < Source::kVectors; ++v) {
+    for (int v = 0; v < Products::kVectors; ++v) {
       S::store(normaliser + v * S::kWidth, softmax_[v].normaliser());
     }
     for (int r = 0; p_.sinks.data != nullptr && r < tile_.rows; ++r) {
@@ -154,16 +155,16 @@ class ForwardTile {
   }
 
  private:
-  /// With a source that rounds weights, factor is sum / the sum of the rounded ones.
+  /// With Products that round weights, factor is sum / the sum of the rounded ones.
   void store_softmax(T* max, T* sum, T* factor) const {
-    for (int v = 0; v < Source::kVectors; ++v) {
+    for (int v = 0; v < Products::kVectors; ++v) {
       S::store(max + v * S::kWidth, softmax_[v].max);
       S::store(sum + v * S::kWidth, softmax_[v].sum);
     }
     for (int r = 0; r < kRows; ++r) factor[r] = T(1);
-    if constexpr (Source::kRoundsWeights) {
+    if constexpr (Products::kRoundsWeights) {
       if (p_.dropout.threshold != 0) return;
-      const T* rounded_sum = out_t_ + Source::row_of_sums(p_) * kRows;
+      const T* rounded_sum = out_t_ + Products::row_of_sums(p_) * kRows;
       for (int r = 0; r < kRows; ++r) {
         if (sum[r] != T(0)) factor[r] = sum[r] / rounded_sum[r];
       }
@@ -172,7 +173,7 @@ class ForwardTile {
 
   /// Zeros, if nothing has been summed yet.
   void begin_sums() {
-    if (!has_sums_) set_to_zero(out_t_, Source::out_rows(p_) * kRows);
+    if (!has_sums_) set_to_zero(out_t_, Products::out_rows(p_) * kRows);
     has_sums_ = true;
   }
 
@@ -199,7 +200,7 @@ class ForwardTile {
           add_keys<3>(first_key + begin, end - begin, begin, seen.first, state);
           break;
         case 4:
-          if constexpr (Source::kVectors == 4) {
+          if constexpr (Products::kVectors == 4) {
             add_keys<4>(first_key + begin, end - begin, begin, seen.first, state);
           }
           break;
@@ -290,9 +291,9 @@ class ForwardTile {
     // The first sums are written, if they are those of all rows.
     if (kVectors < vectors_) begin_sums();
     const uint8_t* bits = mask_.bits + first_bits;
-    source_.template add_values<kVectors>(first_key, keys, first_row, weights,
-                                          state == TileState::kPartial ? bits : nullptr,
-                                          Sums<T>{out_t_ + first_row, kRows, has_sums_});
+    products_.template add_values<kVectors>(first_key, keys, first_row, weights,
+                                            state == TileState::kPartial ? bits : nullptr,
+                                            Sums<T>{out_t_ + first_row, kRows, has_sums_});
     has_sums_ = true;
   }
 
@@ -318,7 +319,7 @@ class ForwardTile {
       sum[v] = S::zero();
       block_max[v] = Math::minus_infinity();
     }
-    source_.template weights<kVectors>(
+    products_.template weights<kVectors>(
         first_key, keys, first_vector * S::kWidth,
         weights, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
           fetch(k, count_of(x), v, next);
@@ -348,7 +349,7 @@ class ForwardTile {
              const uint8_t* stays, const NextKeys& next, T* weights) {
     Number block_max[kVectors];
     for (auto& m : block_max) m = Math::minus_infinity();
-    source_.template scores<kVectors>(
+    products_.template scores<kVectors>(
         first_key, keys,
         first_vector * S::kWidth, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
           fetch(k, count_of(x), v, next);
@@ -367,7 +368,7 @@ class ForwardTile {
       shift[v] = softmax_[first_vector + v].shift();
       sum[v] = S::zero();
     }
-    source_.template weights_of_scores<kVectors>(
+    products_.template weights_of_scores<kVectors>(
         first_key, keys, first_vector * S::kWidth,
         weights, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
           weigh_few(x, shift[v], sum[v]);
@@ -425,7 +426,7 @@ class ForwardTile {
       correction[v] = softmax.raise_max(S::select(too_small, block_max[v], softmax.max));
     }
     if (!has_sums_) return;
-    for (int64_t d = 0; d < Source::out_rows(p_); ++d) {
+    for (int64_t d = 0; d < Products::out_rows(p_); ++d) {
       for (int v = 0; v < kVectors; ++v) {
         T* o = out_t_ + d * kRows + (first_vector + v) * S::kWidth;
         S::store(o, S::load(o) * correction[v]);
@@ -443,13 +444,13 @@ class ForwardTile {
   bool fetches_;                // K and V
   bool fetches_ahead_ = false;  // the lines of:
   LinesOfTile out_ahead_, query_ahead_;
-  T* out_t_;   // [Dv and what else the source sums under the same maximum][rows]
+  T* out_t_;   // [Dv and what else Products sum under the same maximum][rows]
   T* scores_;  // [keys][rows], then the weights
   MaskTile<T, kRows> mask_;
   uint8_t* stays_;
-  AlibiTile<T, Source::kVectors> alibi_;
-  OnlineSoftmax<Math> softmax_[Source::kVectors];
-  Source source_;
+  AlibiTile<T, Products::kVectors> alibi_;
+  OnlineSoftmax<Math> softmax_[Products::kVectors];
+  Products products_;
   KeyRange any_;  // keys that some row sees
   KeyRange all_;  // keys that all rows see
   int64_t next_key_;

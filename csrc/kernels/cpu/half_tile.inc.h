@@ -21,12 +21,12 @@ inline bool multiplies_in_16_bits(const Problem<float>& p) {
          rows_of_kv_head(p) > kTooFewRows;
 }
 
-/// What Source::prepare left for the key/value head of a tile.
-template <class Source>
+/// What Products::prepare left for the key/value head of a tile.
+template <class Products>
 inline void* prepared_of_head(const ForwardParams<float>& params,
-                              const RowTile<Source::kRows>& tile) {
+                              const RowTile<Products::kRows>& tile) {
   const int64_t head = tile.batch_number * params.problem.kv_heads + tile.kv_head;
-  return static_cast<char*>(params.prepared) + head * Source::prepared_bytes(params.problem);
+  return static_cast<char*>(params.prepared) + head * Products::prepared_bytes(params.problem);
 }
 
 /// Two numbers that lie side by side.

@@ -2,8 +2,8 @@
 #include "kernels/cpu/simd_avx512.h"
 
 #include "kernels/cpu/amx_backward.inc.h"
+#include "kernels/cpu/amx_forward.inc.h"
 #include "kernels/cpu/amx_products.inc.h"
-#include "kernels/cpu/amx_source.inc.h"
 #include "kernels/cpu/attention_backward_backward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
 #include "kernels/cpu/avx512_kernels.h"
@@ -13,7 +13,7 @@
 namespace qkv::kernels::avx512_amx {
 
 extern const HalfForwardKernels bfloat16_forward_kernels = {
-    make_forward_kernels<AmxSource<BFloat16>>(nullptr), multiplies_in_16_bits};
+    make_forward_kernels<AmxForward<BFloat16>>(nullptr), multiplies_in_16_bits};
 extern const HalfBackwardKernels bfloat16_backward_kernels = make_amx_backward_kernels();
 extern const HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<AmxProducts>(),
                                                             amx_backward_takes};

@@ -1,7 +1,7 @@
 #define QKV_ISA avx512_amx_fp16
 #include "kernels/cpu/simd_avx512.h"
 
-#include "kernels/cpu/amx_source.inc.h"
+#include "kernels/cpu/amx_forward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
 #include "kernels/cpu/avx512_kernels.h"
 
@@ -10,7 +10,7 @@
 namespace qkv::kernels::avx512_amx_fp16 {
 
 constexpr HalfForwardKernels float16_forward_kernels = {
-    make_forward_kernels<AmxSource<Float16>>(nullptr), multiplies_in_16_bits};
+    make_forward_kernels<AmxForward<Float16>>(nullptr), multiplies_in_16_bits};
 
 extern const CpuKernelTable table = {"avx512_amx_fp16",
                                      avx512::float32_kernels,

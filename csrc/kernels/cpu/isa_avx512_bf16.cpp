@@ -5,8 +5,8 @@
 #include "kernels/cpu/attention_backward_backward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
 #include "kernels/cpu/avx512_kernels.h"
-#include "kernels/cpu/bfloat16_source.inc.h"
 #include "kernels/cpu/few_rows_backward.inc.h"
+#include "kernels/cpu/forward_in_pairs.inc.h"
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/rounded_products.inc.h"
 
@@ -17,9 +17,9 @@ namespace qkv::kernels::avx512_bf16 {
 inline bool takes_all(const Problem<float>&) { return true; }
 
 constexpr BackwardKernels<float> few_rows_backward_kernels =
-    make_few_rows_backward_kernels<BFloat16Source>();
+    make_few_rows_backward_kernels<ForwardInPairs>();
 constexpr HalfForwardKernels bfloat16_forward_kernels = {
-    make_forward_kernels<BFloat16Source>(&few_rows_backward_kernels), BFloat16Source::takes};
+    make_forward_kernels<ForwardInPairs>(&few_rows_backward_kernels), ForwardInPairs::takes};
 constexpr HalfBackwardKernels bfloat16_backward_kernels = {make_backward_kernels<InPairs>(),
                                                            takes_all};
 constexpr HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<RoundedProducts>(),

@@ -5,7 +5,7 @@
 #include "kernels/cpu/attention_forward.inc.h"
 #include "kernels/cpu/attention_jvp.inc.h"
 #include "kernels/cpu/few_rows_backward.inc.h"
-#include "kernels/cpu/forward_source.inc.h"
+#include "kernels/cpu/forward_products.inc.h"
 #include "kernels/cpu/head_gradient.inc.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/mask_gradient.inc.h"
@@ -16,12 +16,12 @@ namespace qkv::kernels::QKV_ISA {
 
 template <class T>
 constexpr BackwardKernels<T> few_rows_backward_kernels =
-    make_few_rows_backward_kernels<ForwardSource<T>>();
+    make_few_rows_backward_kernels<ForwardProducts<T>>();
 
 template <class T>
 constexpr CpuKernels<T> make_kernels() {
   return {
-      make_forward_kernels<ForwardSource<T>>(&few_rows_backward_kernels<T>),
+      make_forward_kernels<ForwardProducts<T>>(&few_rows_backward_kernels<T>),
       make_backward_kernels<InNumbers<T>>(),
       make_tangent_kernels<VectorProducts<InNumbers<T>>>(),
       mask_gradient_units<T>,

@@ -4,9 +4,9 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// For a source of a forward tile that keeps weights[key][row] in the numbers of their scores,
-/// where those were.
-template <class Source, class T, int kRows>
+/// For products of a forward tile that keep weights[key][row] in the numbers of their scores, where
+/// those were.
+template <class Products, class T, int kRows>
 class WeightsInPlace {
  public:
   using Number = typename Simd<T>::Number;
@@ -14,7 +14,7 @@ class WeightsInPlace {
   /// to[k][row] = weights of the scores; weigh(k, v, x) makes x, scores of keys from k on, weights.
   template <int kVectors, class Weigh>
   QKV_INLINE void weights(int64_t first_key, int keys, int first_row, T* to, Weigh weigh) const {
-    static_cast<const Source*>(this)->template scores<kVectors>(
+    static_cast<const Products*>(this)->template scores<kVectors>(
         first_key, keys, first_row, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
           weigh(k, v, x);
           T* line = to + k * kRows + v * Simd<T>::kWidth;

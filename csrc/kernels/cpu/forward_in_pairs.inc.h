@@ -20,7 +20,7 @@ namespace qkv::kernels::QKV_ISA {
 
 constexpr int kBFloat16Vectors = 3;  // of rows in a tile
 
-class BFloat16Source {
+class ForwardInPairs {
  public:
   using Real = float;
   using S = Simd<float>;
@@ -94,7 +94,7 @@ class BFloat16Source {
     KeyRange keys_{0, 0};
   };
 
-  BFloat16Source(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn& turn,
+  ForwardInPairs(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn& turn,
                  void* own, void* block)
       : p_(params.problem),
         tile_(tile),

@@ -18,8 +18,8 @@ namespace qkv::kernels::QKV_ISA {
 constexpr int kForwardVectors = 3;  // of rows in a tile
 
 template <class T>
-class ForwardSource
-    : public WeightsInPlace<ForwardSource<T>, T, kForwardVectors * Simd<T>::kWidth> {
+class ForwardProducts
+    : public WeightsInPlace<ForwardProducts<T>, T, kForwardVectors * Simd<T>::kWidth> {
  public:
   using Real = T;
   static constexpr int kVectors = kForwardVectors;
@@ -88,8 +88,8 @@ class ForwardSource
     Rows<T> key_{}, value_{};
   };
 
-  ForwardSource(const ForwardParams<T>& params, const RowTile<kRows>& tile, const Turn& turn,
-                void* own, void* block)
+  ForwardProducts(const ForwardParams<T>& params, const RowTile<kRows>& tile, const Turn& turn,
+                  void* own, void* block)
       : p_(params.problem),
         tile_(tile),
         turn_(turn),

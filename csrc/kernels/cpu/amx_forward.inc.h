@@ -12,7 +12,7 @@
 // K and Vᵀ are packed once: for all tiles of a head before these begin, or by those that take
 // turns, if they are all that a head has; block by block if that is one. After the rows of Oᵀ,
 // filled up to whole tiles, comes the sum of the rounded weights, by which the output is divided in
-// the end, as in bfloat16_source.inc.h.
+// the end, as in forward_in_pairs.inc.h.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -85,7 +85,7 @@ struct PackedKeys {
 };
 
 template <class Half>
-class AmxSource {
+class AmxForward {
  public:
   using Real = float;
   using S = Simd<float>;
@@ -153,8 +153,8 @@ class AmxSource {
     return numbers * int64_t{sizeof(float)} + Packed::bytes(p, kWeightKeys);
   }
 
-  AmxSource(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn& turn,
-            void* own, void* block)
+  AmxForward(const ForwardParams<float>& params, const RowTile<kRows>& tile, const Turn& turn,
+             void* own, void* block)
       : p_(params.problem),
         turn_(turn),
         keys_(tile.template stored_keys_of_head<Half>(p_.key)),
@@ -163,7 +163,7 @@ class AmxSource {
         weights_(static_cast<Pair*>(block)),
         products_(reinterpret_cast<float*>(weights_ + kWeightKeys / 2 * kRows)) {
     is_prepared_ = params.prepared != nullptr;
-    packed_ = is_prepared_ ? Packed::in(p_, p_.keys, prepared_of_head<AmxSource>(params, tile))
+    packed_ = is_prepared_ ? Packed::in(p_, p_.keys, prepared_of_head<AmxForward>(params, tile))
                            : Packed::in(p_, kWeightKeys, products_ + 2 * kTileRows * kRows);
     pack_columns_in_pairs(tile, p_.query, p_.head_dim, query_t_);
   }
