@@ -6,11 +6,11 @@
 
 namespace qkv::cpu {
 
-/// What arithmetic does beside its results, a matter of each thread. Whether subnormal numbers count
-/// as zeros (torch.set_flush_denormal) those that help the calling thread take over for as long;
-/// else bits would depend on which of them took a unit of work. Whatever the caller's modes, numbers
-/// are rounded to the nearest, which exponentials rely on, and nothing traps: lanes that nobody
-/// reads may divide by 0.
+/// What arithmetic does beside its results, a matter of each thread. Whether subnormal numbers
+/// count as zeros (torch.set_flush_denormal) those that help the calling thread take over for as
+/// long; else bits would depend on which of them took a unit of work. Whatever the caller's modes,
+/// numbers are rounded to the nearest, which exponentials rely on, and nothing traps: lanes that
+/// nobody reads may divide by 0.
 class FloatMode {
  public:
   FloatMode() : mode_((of_this_thread() & kSubnormals) | kUsual) {}  // that of the calling thread
@@ -27,8 +27,9 @@ class FloatMode {
 
  private:
 #if defined(__x86_64__)
-  static constexpr unsigned kSubnormals = 0x8040;  // results are flushed to zero, operands count as it
-  static constexpr unsigned kUsual = 0x1f80;       // to the nearest, all exceptions masked
+  static constexpr unsigned kSubnormals =
+      0x8040;                                 // results are flushed to zero, operands count as it
+  static constexpr unsigned kUsual = 0x1f80;  // to the nearest, all exceptions masked
 
   static unsigned of_this_thread() { return _mm_getcsr(); }
   static void set(unsigned mode) { _mm_setcsr(mode); }

@@ -278,8 +278,8 @@ TORCH_MODULE(MultiheadAttention);
 ///     writes buffers that are not persistent in Python: the module here must have them too.
 /// Numbers are converted to the dtypes of the module.
 /// \throws c10::ValueError if the file is something else or its structure is damaged (its numbers
-/// are taken as they are), if names, shapes or layouts differ, or if the module is on meta or has an
-/// expanded view, naming what; then nothing has been changed.
+/// are taken as they are), if names, shapes or layouts differ, or if the module is on meta or has
+/// an expanded view, naming what; then nothing has been changed.
 QKV_API void load_state_dict(torch::nn::Module& module, const std::string& path);
 
 /// Writes a module's parameters and buffers as a dict of tensors, for load_state_dict() and for

@@ -151,8 +151,8 @@ TEST(Invariance, SubnormalNumbersThatCountAsZeros) {
   at::set_num_threads(before);
 }
 
-/// Which way the caller rounds, and what it lets trap, is not the kernels' business. (A scale of 1/4
-/// is the same in all modes.)
+/// Which way the caller rounds, and what it lets trap, is not the kernels' business. (A scale of
+/// 1/4 is the same in all modes.)
 TEST(Invariance, RoundingAndTraps) {
   const int before = at::get_num_threads();
   at::set_num_threads(2);
@@ -163,8 +163,8 @@ TEST(Invariance, RoundingAndTraps) {
     const auto results = [&] {
       const Tensor out = qkv::attention(q, k, k, qkv::AttentionOptions().attn_mask(mask));
       const Tensor grad = torch::autograd::grad({out}, {q}, {torch::ones_like(out)}, true, true)[0];
-      return std::vector<Tensor>{
-          out, grad, torch::autograd::grad({grad}, {q}, {torch::ones_like(grad)})[0]};
+      return std::vector<Tensor>{out, grad,
+                                 torch::autograd::grad({grad}, {q}, {torch::ones_like(grad)})[0]};
     };
     const auto expected = results();
     for (const int rounding : {FE_DOWNWARD, FE_UPWARD, FE_TOWARDZERO}) {

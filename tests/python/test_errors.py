@@ -336,6 +336,14 @@ def test_too_many_different_batch_dimensions():
         qkv.attention(q[..., :1, :].expand(*[2] * 10, 1, rows, 4), k, k)
 
 
+def test_a_mask_counts_among_the_batch_dimensions_before_a_seed_is_drawn():
+    q, mask = torch.randn(*[2] * 10, 1, 2, 4), torch.randn(*[1, 2] * 5, 1, 2, 2)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="^qkv::attention: .* step in 10 different ways"):
+        qkv.attention(q, q, q, mask, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 # -- Internal operators: they are not for callers, but who calls them gets an error, not a crash --
 
 

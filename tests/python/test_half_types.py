@@ -245,6 +245,31 @@ def test_derivatives_of_heads_apart_or_together(dtype):
         torch.set_num_threads(threads)
 
 
+def test_results_of_heads_a_few_at_a_time():
+    """As above: with a batch, of which they are no view, and a mask of all heads."""
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(shape, generator=generator).div(4).bfloat16()
+    primals = normal(2, 4, 5, 128), normal(2, 4, 4096, 128), normal(2, 4, 4096, 128)
+    tangents = tuple(torch.randn(x.shape, generator=generator).bfloat16() for x in primals)
+    mask = normal(5, 4096)
+
+    def lse_t(primals, tangents):
+        lse = lambda *x: qkv.attention_with_lse(*x)[1]
+        return torch.func.jvp(lse, tuple(primals), tuple(tangents))[1].double()
+
+    def second_gradient_of_the_mask(primals, tangents):
+        real = torch.float64 if primals[0].dtype == torch.float64 else torch.float32
+        q, m = primals[0].clone().requires_grad_(), mask.to(real).requires_grad_()
+        out = qkv.attention(q, *primals[1:], m)
+        (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        return torch.autograd.grad(first, m, tangents[0])[0].double()
+
+    for f in (lse_t, second_gradient_of_the_mask):
+        found = f(primals, tangents)
+        exact = f([x.double() for x in primals], [x.double() for x in tangents])
+        assert (found - exact).norm() < 0.05 * exact.norm()
+
+
 def test_common_part_of_values_moves_nothing():
     """Whatever the rounding of weights: they still add up to a constant.
 

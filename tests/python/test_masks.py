@@ -592,3 +592,33 @@ def test_gradients_of_rows_with_large_scores(size, rows, dtype):
         torch.testing.assert_close(out, (value.sum(1, keepdim=True) / kept).expand_as(out))
         (grad,) = torch.autograd.grad(out.sum(), leaves[2])
         torch.testing.assert_close(grad, torch.full_like(grad, rows / kept))
+
+
+def test_dimensions_of_size_1_are_not_counted():
+    q = torch.randn(*[2, 1] * 5, 1, 3, 4)
+    flat = q.flatten(0, 9)
+    assert torch.equal(qkv.attention(q, q, q), qkv.attention(flat, flat, flat).view(q.shape))
+
+
+def test_a_value_with_heads_of_its_own():
+    q, v = torch.randn(5, 4), torch.randn(3, 5, 4)
+    expected = torch.stack([qkv.attention(q, q, x) for x in v])
+    assert torch.equal(qkv.attention(q, q, v), expected)
+    assert torch.equal(qkv.attention(q, q, v[:1]), expected[:1])
+
+
+def test_results_lie_as_their_inputs():
+    q = torch.randn(1, 2, 5, 4).expand(3, 2, 5, 4)
+    k = torch.randn(3, 2, 7, 4)
+    assert qkv.attention(q, k, k).is_contiguous()
+    inputs = [
+        torch.randn(2, 3, 5, 4),
+        torch.randn(2, 7, 3, 4).transpose(1, 2),
+        torch.randn(2, 3, 4, 7).mT,
+        torch.randn(7, 5).t(),
+    ]
+    inputs = [x.requires_grad_() for x in inputs]
+    out = qkv.attention(*inputs)
+    # (create_graph: else autograd copies what it hands out.)
+    for x, gradient in zip(inputs, torch.autograd.grad(out.sum(), inputs, create_graph=True)):
+        assert gradient.stride() == x.stride()

@@ -387,6 +387,32 @@ def test_a_cache_takes_in_views_of_itself():
         assert torch.equal(values, -keys)
 
 
+def test_a_cache_that_is_cut_was_not_extended():
+    cache, x = qkv.nn.KVCache(8), torch.randn(1, 2, 3, 8)
+    cache.append(x, x)
+    cache.extended(x, x)
+    cache.truncate(1)
+    with pytest.raises(ValueError, match="last extended by 0 keys"):
+        cache.advance(3)
+
+
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_no_gradients_flow_through_a_cache(which):
+    key, value = torch.randn(2, 1, 2, 3, 8)
+    (key if which == "key" else value).requires_grad_()
+    with pytest.raises(ValueError, match="no gradients flow"):
+        qkv.nn.KVCache(8).append(key, value)
+
+
+def test_a_cache_takes_in_views_of_itself_further_on():
+    key, value = torch.randn(2, 1, 1, 300, 8)
+    cache = qkv.nn.KVCache(1000)
+    found = cache.append(key, value)
+    cache.truncate(1)
+    for x, given in zip(cache.append(*found), (key, value)):
+        assert torch.equal(x, torch.cat([given[..., :1, :], given], -2))
+
+
 def test_a_saved_cache_holds_what_is_cached_only():
     cache, secret = qkv.nn.KVCache(1000), torch.full((1, 1, 5, 1), 1234.5)
     cache.append(secret, secret)
@@ -451,7 +477,9 @@ def test_load_state_dict_says_first_what_cannot_be_copied(tmp_path):
     ):
         state = {n: kind(x) if "w_v" in n else x + 1 for n, x in before.items()}
         torch.save(state, tmp_path / "file")
-        with pytest.raises(RuntimeError, match=r"0.w_v.weight is a torch.FloatTensor, but .* has a torch\."):
+        with pytest.raises(
+            RuntimeError, match=r"0.w_v.weight is a torch.FloatTensor, but .* has a torch\."
+        ):
             qkv.nn.load_state_dict(module, tmp_path / "file")
         assert all(torch.equal(x, before[n]) for n, x in module.state_dict().items())
 

@@ -363,3 +363,115 @@ def test_keys_with_much_in_common(rows, is_causal, has_sinks, dtype):
     exact, same_dtype = derivatives(plain, torch.float64), derivatives(plain, dtype)
     for a, e, s in zip(found, exact, same_dtype, strict=True):
         assert (a - e).norm() <= 2 * (s - e).norm()
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_graph_is_gone_after_its_backward(order):
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    result = qkv.attention(x, x, x)
+    if order == 2:
+        (result,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    result.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        result.sum().backward()
+
+
+def test_strict_knows_forward_mode_without_a_kernel(monkeypatch):
+    monkeypatch.setenv("QKV_STRICT", "1")
+    x = torch.randn(2, 3, 2, dtype=torch.float64)
+    attend = lambda x: qkv.attention(x, x, x)
+    second = grad(lambda x: grad(lambda x: attend(x).sin().sum())(x).sin().sum())
+    with pytest.raises(RuntimeError, match="third derivatives have no fused kernel"):
+        jvp(second, (x,), (x,))
+    with pytest.raises(RuntimeError, match="forward mode of forward mode"):
+        jvp(lambda x: jvp(attend, (x,), (x,))[1], (x,), (x,))
+
+
+@pytest.mark.unfused
+@pytest.mark.parametrize("last", ["operand", "incoming gradient"])
+def test_fourth_order(last):
+    x = torch.randn(1, 3, 2, dtype=torch.float64)
+
+    def fourth(attend):
+        q, factor = x.clone().requires_grad_(), torch.ones_like(x).requires_grad_()
+        found = (attend(q, x, x) * factor).sum()
+        for _ in range(3):
+            (found,) = torch.autograd.grad(found, q, create_graph=True)
+            found = (found * (1 + x.cos())).sum()
+        return torch.autograd.grad(found, q if last == "operand" else factor, create_graph=True)[0]
+
+    torch.testing.assert_close(fourth(qkv.attention), fourth(plain_attention))
+
+
+@pytest.mark.unfused
+def test_third_order_where_a_second_gradient_does_not_vary():
+    x = torch.randn(1, 3, 2, dtype=torch.float64)
+    operands = [x, x, x, *[None] * 6, 0.0, 0.0, [-1, -1, 0]]
+    results = torch.ops.qkv._attention_forward(*operands)
+    incoming = torch.randn_like(x).requires_grad_()
+
+    def of_incoming_and_query():
+        needs = [True, False, True] + [False] * 5
+        op = torch.ops.qkv._attention_backward_backward
+        return op(*operands, incoming, None, *results, x, *[None] * 5, needs)[:3:2]
+
+    (both,) = torch.autograd.grad(of_incoming_and_query(), incoming, [x, x])
+    (of_query,) = torch.autograd.grad(of_incoming_and_query()[1], incoming, x)
+    torch.testing.assert_close(both, of_query)
+
+
+def third_derivative(attend, x):
+    y = x.clone().requires_grad_()
+    found = attend(y)
+    for _ in range(3):
+        (found,) = torch.autograd.grad(found.sin().sum(), y, create_graph=True)
+    return found.detach()
+
+
+@pytest.mark.unfused
+def test_third_order_of_what_is_all_dropped():
+    x = torch.randn(1, 3, 2, dtype=torch.float64)
+    found = third_derivative(lambda y: y + qkv.attention(y, y, y, dropout_p=1.0), x)
+    torch.testing.assert_close(found, third_derivative(lambda y: y + 0.0 * y, x))
+
+
+@pytest.mark.unfused
+def test_third_order_of_a_masked_key_with_a_softcap():
+    x = torch.randn(1, 4, 2, dtype=torch.float64)
+    keep = torch.tensor([True, True, True, False])
+    poisoned = x.clone()
+    poisoned[0, 3, 0] = torch.nan
+
+    def of(key):
+        return third_derivative(lambda q: qkv.attention(q, key, x, key_mask=keep, softcap=2.0), x)
+
+    assert torch.equal(of(poisoned), of(x))
+
+
+@pytest.mark.unfused
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_third_order_of_all_that_scores_are_made_of(softcap):
+    g = torch.Generator().manual_seed(0)
+    shapes = (1, 3, 2), (1,), (1,), (3, 3)
+    leaves = [torch.randn(s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
+
+    def second(x, sinks, slopes, mask):
+        options = {"sinks": sinks, "alibi_slopes": slopes, "softcap": softcap}
+        out, lse = qkv.attention_with_lse(x, x, x, mask, **options)
+        of = (x, sinks, slopes, mask)
+        first = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), of, create_graph=True)
+        return torch.autograd.grad(sum(t.sin().sum() for t in first), of, create_graph=True)
+
+    assert torch.autograd.gradcheck(second, leaves, fast_mode=True)
+
+
+def test_tangents_of_many_dimensions_that_lie_otherwise():
+    q = torch.randn(*[2] * 9, 1, 2, 2)
+    tangent = torch.randn_like(q).permute(*reversed(range(9)), 9, 10, 11)
+    operands = [q, q, q, *[None] * 6, 0.0, 0.0, [-1, -1, 0]]
+    results = torch.ops.qkv._attention_forward(*operands)
+    moved = [
+        torch.ops.qkv._attention_jvp(*operands, *results, t, *[None] * 5)[0]
+        for t in (tangent, tangent.contiguous())
+    ]
+    assert torch.equal(*moved)
