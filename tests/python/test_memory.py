@@ -77,3 +77,32 @@ def test_strided_keys_of_a_whole_batch_are_copied_once():
     done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 2 <= float(done.stdout) < 10  # MiB; for each batch element: 256
+
+
+REPEATED = r"""
+import torch, qkv
+from torch.profiler import profile
+
+def allocated(call, *arguments):
+    call(*arguments)
+    with profile(profile_memory=True) as of_call:
+        call(*arguments)
+    return sum(max(x.self_cpu_memory_usage, 0) for x in of_call.key_averages()) / 2**20
+
+q, mask = torch.randn(8, 8, 512, 8), torch.randn(512, 512)
+print(allocated(qkv.attention, q, q, q, mask.t().expand(8, 8, 512, 512)))
+
+q, mask = q.bfloat16(), mask.bfloat16().expand(8, 8, 512, 512)
+operands = q, q, q, mask, *[None] * 5, 0.0, 0.0, [-1, -1, 0]
+tangents = None, None, None, mask, None, None
+results = torch.ops.qkv._attention_forward(*operands)
+print(allocated(torch.ops.qkv._attention_jvp, *operands, *results, *tangents))
+"""
+
+
+def test_expanded_masks_are_copied_once():
+    """One whose keys lie apart, and the tangent of one, which becomes float32."""
+    done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for mebibytes in done.stdout.split():
+        assert 1 <= float(mebibytes) < 16  # for each head: 64
