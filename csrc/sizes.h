@@ -15,7 +15,7 @@ inline bool are_same(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_eq(b).expect_true(__FILE__, __LINE__);
 }
 
-/// Whether size a is a multiple of size b, which 0 has none of. If nobody knows, it is: as above.
+/// Whether size a is a multiple of size b, as none is of 0. If nobody knows, it is: as above.
 inline bool is_multiple(const c10::SymInt& a, const c10::SymInt& b) {
   return b.sym_ne(0).expect_true(__FILE__, __LINE__) && are_same(a % b, 0);
 }

@@ -27,9 +27,8 @@ class FloatMode {
 
  private:
 #if defined(__x86_64__)
-  static constexpr unsigned kSubnormals =
-      0x8040;                                 // results are flushed to zero, operands count as it
-  static constexpr unsigned kUsual = 0x1f80;  // to the nearest, all exceptions masked
+  static constexpr unsigned kSubnormals = 0x8040;  // bits for results and for operands
+  static constexpr unsigned kUsual = 0x1f80;       // to the nearest, all exceptions masked
 
   static unsigned of_this_thread() { return _mm_getcsr(); }
   static void set(unsigned mode) { _mm_setcsr(mode); }
