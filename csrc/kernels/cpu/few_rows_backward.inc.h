@@ -57,18 +57,18 @@ struct FewRowsMemory {
   T* lines;                       // [keys][D] or [keys][Dv], of a gradient not written in place
   Query *query, *grad_out;        // as they are multiplied
   uint8_t *kept, *stays;          // bits of pairs
-  int64_t bytes;
+  int64_t bytes = 0;
 
+  /// Only counts them if scratch is nullptr.
   FewRowsMemory(const Problem<T>& p, void* scratch) {
     constexpr int64_t kBlock = kFewRowsBlockKeys, kWidth = Simd<T>::kWidth;
     const int64_t key_row = round_up_to_vector<T>(p.head_dim),
                   value_row = round_up_to_vector<T>(p.value_dim);
-    char* const begin = static_cast<char*>(scratch);
-    char* end = begin;
-    const auto take = [&end](int64_t count, auto*&... parts) {
+    char* const memory = static_cast<char*>(scratch);
+    const auto take = [&](int64_t count, auto*&... parts) {
       const auto one = [&](auto*& part) {
-        part = reinterpret_cast<decltype(part + 0)>(end);
-        end += whole_lines(count * static_cast<int64_t>(sizeof(*part)));
+        part = memory == nullptr ? nullptr : reinterpret_cast<decltype(part + 0)>(memory + bytes);
+        bytes += whole_lines(count * static_cast<int64_t>(sizeof(*part)));
       };
       (one(parts), ...);
     };
@@ -80,7 +80,6 @@ struct FewRowsMemory {
     take(Products::query_size(kRows, p.head_dim), query);
     take(Products::query_size(kRows, p.value_dim), grad_out);
     take(kBlock / 8 * kWidth, kept, stays);
-    bytes = end - begin;
   }
 };
 
