@@ -552,30 +552,6 @@ def test_an_offset_at_the_end_of_the_integers(offset):
     torch.testing.assert_close(out, expected @ x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_many_batch_dimensions_and_directions_that_lie_otherwise(dtype):
-    query = torch.randn(*[2] * 9, 1, 2, 2, dtype=dtype, requires_grad=True)
-    bias = torch.randn(*[2] * 9, 1, 2, 2, requires_grad=True)
-
-    def reversed_batch(like):
-        x = torch.randn_like(like).permute(*reversed(range(9)), 9, 10, 11)
-        return x.detach().requires_grad_()
-
-    def attend(x, bias):
-        return qkv.attention(x, x, x, attn_mask=bias)
-
-    def derivatives(grad, *along):
-        _, tangent = torch.func.jvp(attend, (query, bias), along)
-        out = attend(query, bias)
-        first = torch.autograd.grad(out, (query, bias), grad, create_graph=True)
-        return tangent, *first, *torch.autograd.grad(first, (query, bias, grad), along)
-
-    directions = [reversed_batch(x) for x in (query, query, bias)]
-    expected = derivatives(*(x.contiguous() for x in directions))
-    for actual, e in zip(derivatives(*directions), expected, strict=True):
-        assert torch.equal(actual, e)
-
-
 @DTYPES
 @pytest.mark.parametrize("size", [-1e4, -1e9, 1e7, "lowest"])
 @pytest.mark.parametrize("rows", [2, 5])
@@ -592,33 +568,3 @@ def test_gradients_of_rows_with_large_scores(size, rows, dtype):
         torch.testing.assert_close(out, (value.sum(1, keepdim=True) / kept).expand_as(out))
         (grad,) = torch.autograd.grad(out.sum(), leaves[2])
         torch.testing.assert_close(grad, torch.full_like(grad, rows / kept))
-
-
-def test_dimensions_of_size_1_are_not_counted():
-    q = torch.randn(*[2, 1] * 5, 1, 3, 4)
-    flat = q.flatten(0, 9)
-    assert torch.equal(qkv.attention(q, q, q), qkv.attention(flat, flat, flat).view(q.shape))
-
-
-def test_a_value_with_heads_of_its_own():
-    q, v = torch.randn(5, 4), torch.randn(3, 5, 4)
-    expected = torch.stack([qkv.attention(q, q, x) for x in v])
-    assert torch.equal(qkv.attention(q, q, v), expected)
-    assert torch.equal(qkv.attention(q, q, v[:1]), expected[:1])
-
-
-def test_results_lie_as_their_inputs():
-    q = torch.randn(1, 2, 5, 4).expand(3, 2, 5, 4)
-    k = torch.randn(3, 2, 7, 4)
-    assert qkv.attention(q, k, k).is_contiguous()
-    inputs = [
-        torch.randn(2, 3, 5, 4),
-        torch.randn(2, 7, 3, 4).transpose(1, 2),
-        torch.randn(2, 3, 4, 7).mT,
-        torch.randn(7, 5).t(),
-    ]
-    inputs = [x.requires_grad_() for x in inputs]
-    out = qkv.attention(*inputs)
-    # (create_graph: else autograd copies what it hands out.)
-    for x, gradient in zip(inputs, torch.autograd.grad(out.sum(), inputs, create_graph=True)):
-        assert gradient.stride() == x.stride()

@@ -463,15 +463,3 @@ def test_third_order_of_all_that_scores_are_made_of(softcap):
         return torch.autograd.grad(sum(t.sin().sum() for t in first), of, create_graph=True)
 
     assert torch.autograd.gradcheck(second, leaves, fast_mode=True)
-
-
-def test_tangents_of_many_dimensions_that_lie_otherwise():
-    q = torch.randn(*[2] * 9, 1, 2, 2)
-    tangent = torch.randn_like(q).permute(*reversed(range(9)), 9, 10, 11)
-    operands = [q, q, q, *[None] * 6, 0.0, 0.0, [-1, -1, 0]]
-    results = torch.ops.qkv._attention_forward(*operands)
-    moved = [
-        torch.ops.qkv._attention_jvp(*operands, *results, t, *[None] * 5)[0]
-        for t in (tangent, tangent.contiguous())
-    ]
-    assert torch.equal(*moved)

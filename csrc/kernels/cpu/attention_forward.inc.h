@@ -351,7 +351,7 @@ inline bool has_scores_of_derivatives(const Problem<T>& p) {
   return !are_few_rows(p, Products::kFewRows);
 }
 
-/// few_rows_backward is that with the products of Products, if it takes few rows.
+/// few_rows_backward goes with Products, if they take few rows.
 template <class Products>
 constexpr ForwardKernels<typename Products::Real> make_forward_kernels(
     const BackwardKernels<typename Products::Real>* few_rows_backward) {
