@@ -274,9 +274,10 @@ TEST_P(Kernels, ProductsInBFloat16) {
     const auto errors = KernelRun<float>(*table_, shape, 1, {table_->bfloat16_forward}).errors();
     const std::string what =
         "queries " + std::to_string(shape.queries) + " keys " + std::to_string(shape.keys);
-    // A weight is rounded by up to 2^-9, values are up to 4: most of it averages out.
+    // A weight is rounded by up to 2^-9, values are up to 4: most of it averages out, of few keys
+    // less.
     EXPECT_LT(errors.output, 1.5e-2) << what;
-    EXPECT_LT(errors.along, 1.5e-2) << what;
+    EXPECT_LT(errors.along, shape.keys < 128 ? 2.5e-2 : 1.5e-2) << what;
     EXPECT_LT(errors.lse, 5e-5) << what;
   }
 }
@@ -295,7 +296,7 @@ TEST_P(Float16Kernels, Products) {
     const std::string what =
         "queries " + std::to_string(shape.queries) + " keys " + std::to_string(shape.keys);
     EXPECT_LT(errors.output, 1.5e-3) << what;  // a weight is rounded by up to 2^-12
-    EXPECT_LT(errors.along, 4e-3) << what;
+    EXPECT_LT(errors.along, shape.keys < 128 ? 6e-3 : 4e-3) << what;
     EXPECT_LT(errors.lse, 5e-5) << what;
   }
 }

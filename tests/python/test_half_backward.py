@@ -36,7 +36,7 @@ def gradients(query, key, value, grad, **kwargs):
 
 
 @pytest.mark.parametrize("m, n", [(16, 32), (33, 97), (128, 127), (129, 160), (300, 1100)])
-@pytest.mark.parametrize("d, dv", [(1, 16), (17, 33), (64, 5), (80, 64)])
+@pytest.mark.parametrize("d, dv", [(1, 16), (2, 16), (17, 33), (32, 32), (64, 5), (80, 64)])
 @pytest.mark.parametrize("options", ["none", "causal", "window", "scores"])
 @half_types
 def test_rounded_once(m, n, d, dv, options, dtype):

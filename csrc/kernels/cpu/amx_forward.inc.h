@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/amx_blocks.inc.h"
+#include "kernels/cpu/few_rows_of_numbers.inc.h"
 #include "kernels/cpu/half_tile.inc.h"
 
 // The products of a forward tile in bfloat16 or float16 by AMX, which has the same form as the rest
@@ -99,6 +100,14 @@ class AmxForward {
   static constexpr int kFewRows = 0;
 
   static constexpr int64_t kBytesOfNumber = sizeof(Half);  // as K and V are multiplied
+
+  /// Whether a problem of these sizes is better multiplied so. Few rows have a kernel of their own;
+  /// for a few more some keys are not worth packing.
+  static bool takes(const Problem<float>& p) {
+    if (are_few_rows(p, FewRowsOfNumbers<float, Half>::kMostRows)) return false;
+    return rounds_weights_of(p) &&
+           (rows_of_kv_head(p) >= kTileRows || p.keys >= kForwardBlockKeys);
+  }
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }
   static int64_t row_of_sums(const Problem<float>& p) { return Packed::out_rows(p); }

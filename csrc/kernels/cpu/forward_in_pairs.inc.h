@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/few_rows_in_pairs.inc.h"
+#include "kernels/cpu/few_rows_of_numbers.inc.h"
 #include "kernels/cpu/half_tile.inc.h"
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
@@ -40,9 +41,13 @@ class ForwardInPairs {
     f(BFloat16{}, FewRowsInPairs{});
   }
 
-  /// Whether there is a kernel for a problem of these sizes.
+  /// Whether a problem of these sizes is better multiplied so. What few rows are for numbers is
+  /// theirs, unless there are many keys.
   static bool takes(const Problem<float>& p) {
-    return rows_of_kv_head(p) <= kFewRows || multiplies_in_16_bits(p);
+    if (rows_of_kv_head(p) <= kFewRows) return true;
+    if (p.head_dim % 2 != 0 || !rounds_weights_of(p)) return false;
+    const bool few = are_few_rows(p, FewRowsOfNumbers<float, BFloat16>::kMostRows);
+    return !few || p.keys >= kForwardBlockKeys;
   }
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }

@@ -12,13 +12,11 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Rows that are better multiplied without tiles, even without products in 16 bits.
-constexpr int64_t kTooFewRows = 4;
-
-/// With few keys there is little to win, and the rounding of few weights does not average out.
-inline bool multiplies_in_16_bits(const Problem<float>& p) {
-  return p.head_dim % 2 == 0 && p.head_dim > 0 && p.keys >= kForwardBlockKeys &&
-         rows_of_kv_head(p) > kTooFewRows;
+/// Whether tiles are to multiply in 16 bits, with rounded weights. What that changes in an output
+/// moves all dS of its row, and so dQ along the mean of the keys: of few and short ones by more than
+/// rounding dQ does. For these there is little to win, too.
+inline bool rounds_weights_of(const Problem<float>& p) {
+  return p.keys >= 32 && p.head_dim >= 8 && p.keys * p.head_dim >= 1024;
 }
 
 /// What Products::prepare left for the key/value head of a tile.

@@ -13,7 +13,7 @@
 namespace qkv::kernels::avx512_amx {
 
 extern const HalfForwardKernels bfloat16_forward_kernels = {
-    make_forward_kernels<AmxForward<BFloat16>>(nullptr), multiplies_in_16_bits};
+    make_forward_kernels<AmxForward<BFloat16>>(nullptr), AmxForward<BFloat16>::takes};
 extern const HalfBackwardKernels bfloat16_backward_kernels = make_amx_backward_kernels();
 extern const HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<AmxProducts>(),
                                                             amx_backward_takes};

@@ -10,7 +10,7 @@
 namespace qkv::kernels::avx512_amx_fp16 {
 
 constexpr HalfForwardKernels float16_forward_kernels = {
-    make_forward_kernels<AmxForward<Float16>>(nullptr), multiplies_in_16_bits};
+    make_forward_kernels<AmxForward<Float16>>(nullptr), AmxForward<Float16>::takes};
 
 extern const CpuKernelTable table = {"avx512_amx_fp16",
                                      avx512::float32_kernels,
