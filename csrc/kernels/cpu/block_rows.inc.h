@@ -40,7 +40,7 @@ inline Rows<T> copy_rows(const Stored* from, int64_t stride, int64_t rows, int64
   for (int64_t r = 0; r < rows; ++r, from += stride, to += copies.stride) {
     int64_t d = 0;
     for (; d + S::kWidth <= width; d += S::kWidth) S::store(to + d, load_stored<T>(from + d));
-    for (; d < width; ++d) to[d] = static_cast<T>(from[d]);
+    if (d < width) S::store(to + d, load_first<T>(from + d, width - d));
   }
   return copies;
 }

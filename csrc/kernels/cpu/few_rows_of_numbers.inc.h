@@ -24,10 +24,16 @@ struct FewRowsOfNumbers {
   template <int kRows>
   static void pack_query(const Stored* const (&from)[kRows], int64_t width, T scale, T* query) {
     const int64_t row = round_up_to_vector<T>(width);
-    set_to_zero(query, query_size(kRows, width));
-    for (int r = 0; r < kRows; ++r) {
-      if (from[r] == nullptr) continue;
-      for (int64_t d = 0; d < width; ++d) query[r * row + d] = scale * static_cast<T>(from[r][d]);
+    for (int r = 0; r < kRows; ++r, query += row) {
+      if (from[r] == nullptr) {
+        set_to_zero(query, row);
+        continue;
+      }
+      int64_t d = 0;
+      for (; d + S::kWidth <= width; d += S::kWidth) {
+        S::store(query + d, S::set(scale) * load_stored<T>(from[r] + d));
+      }
+      if (d < width) S::store(query + d, S::set(scale) * load_first<T>(from[r] + d, width - d));
     }
   }
 

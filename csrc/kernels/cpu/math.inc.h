@@ -277,9 +277,13 @@ QKV_INLINE void store_first(Stored* to, typename Simd<T>::Number x, int64_t coun
   if constexpr (S::kStoresFirst && sizeof(Stored) == sizeof(T)) {
     S::store_first(to, x, count);
   } else {
-    alignas(64) T line[S::kWidth];
-    S::store(line, x);
-    for (int64_t l = 0; l < count; ++l) to[l] = rounded<Stored>(line[l]);
+    alignas(64) Stored line[S::kWidth];
+    store_rounded<T>(line, x);
+    if constexpr (S::kStoresFirst) {
+      S::store_first_halves(&to->bits, &line->bits, count);
+    } else {
+      for (int64_t l = 0; l < count; ++l) to[l] = line[l];
+    }
   }
 }
 

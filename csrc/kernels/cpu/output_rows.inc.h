@@ -95,6 +95,13 @@ class OutputRows {
         if (rest == nullptr) continue;
         store_rounded<T>(rest + d, exact - load_stored<T>(to + d));
       }
+      if (const int64_t left = width - d; left > 0) {
+        const auto exact = load_first<T>(x + d, left);
+        store_first<T>(to + d, exact, left);
+        if (rest == nullptr) return;
+        store_first<T>(rest + d, exact - load_first<T>(to + d, left), left);
+      }
+      return;
     }
     for (; d < width; ++d) round(to + d * column, rest + d * rest_column, x[d]);
   }

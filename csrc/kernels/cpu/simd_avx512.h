@@ -39,6 +39,10 @@ struct Simd<float> {
   static QKV_INLINE void store_first(float* p, Number x, int64_t count) {
     _mm512_mask_storeu_ps(p, first_lanes(count), x);
   }
+  static QKV_INLINE void store_first_halves(uint16_t* p, const uint16_t* halves, int64_t count) {
+    _mm256_mask_storeu_epi16(p, first_lanes(count),
+                             _mm256_load_si256(reinterpret_cast<const __m256i*>(halves)));
+  }
   static QKV_INLINE void store(float* p, Number x) { _mm512_storeu_ps(p, x); }
   static QKV_INLINE Number fma(Number a, Number b, Number c) { return _mm512_fmadd_ps(a, b, c); }
   static QKV_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
