@@ -90,6 +90,7 @@ struct MaskTile {
 
  private:
   static constexpr int kWordKeys = 64;  // of a row, collected in a word
+  static constexpr int kFewestRowsOfSquare = 4;
   // Rows of a mask are far apart, and no hardware looks ahead in so many at once.
   static constexpr int kKeysAhead = 128;
 
@@ -135,25 +136,37 @@ struct MaskTile {
     }
   }
 
-  /// Squares of the mask are read by the vector and transposed in registers, the rest by the
-  /// number.
+  /// Squares of the mask are read by the vector and transposed in registers; one of very few rows,
+  /// or a mask whose keys lie apart, by the number.
   template <class M>
   static void and_float_mask(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key,
                              int keys, uint64_t* kept, T* to) {
     constexpr int kWidth = Simd<T>::kWidth;
     if (mask.column_stride == 0)
       return and_numbers_of_rows<M>(mask, tile, first_key, keys, kept, to);
-    const int rows = mask.column_stride == 1 ? tile.rows / kWidth * kWidth : 0;
     const int whole = keys / kWidth * kWidth;
-    for (int r = 0; r < rows; r += kWidth) {
+    int r = 0;
+    for (; r < tile.rows; r += kWidth) {
+      if (mask.column_stride != 1 || tile.rows - r < kFewestRowsOfSquare) {
+        and_numbers<M>(mask, tile, r, first_key, keys, kept, to);
+        continue;
+      }
       const M* from[kWidth];
-      for (int l = 0; l < kWidth; ++l) from[l] = mask_row<M>(mask, tile, r + l, first_key);
-      for (int k = 0; k < whole; k += kWidth) and_square(from, k, kept + r, to + k * kRows + r);
+      for (int l = 0; l < kWidth; ++l) {
+        from[l] = r + l < tile.rows ? mask_row<M>(mask, tile, r + l, first_key) : nullptr;
+      }
+      const bool has_all = from[kWidth - 1] != nullptr;
+      for (int k = 0; k < whole; k += kWidth) {
+        T* square = to + k * kRows + r;
+        has_all ? and_square(from, k, kept + r, square)
+                : and_part_of_square(from, k, kWidth, kept + r, square);
+      }
+      if (whole < keys) {
+        and_part_of_square(from, whole, keys - whole, kept + r, to + whole * kRows + r);
+      }
     }
-    and_rest<M>(mask, tile, 0, rows, first_key, whole, keys, kept, to);
-    and_rest<M>(mask, tile, rows, tile.rows, first_key, 0, keys, kept, to);
-    for (int k = 0; k < keys; ++k) {
-      for (int r = tile.rows; r < kRows; ++r) to[k * kRows + r] = T(0);
+    for (; r < kRows; r += kWidth) {
+      for (int k = 0; k < keys; ++k) Simd<T>::store(to + k * kRows + r, Simd<T>::zero());
     }
   }
 
@@ -189,25 +202,48 @@ struct MaskTile {
     }
     // Neither -inf, nor a NaN that may hide one.
     constexpr unsigned kAll = (1u << kWidth) - 1;
-    if (S::bits_of(S::less(dropped, lowest)) != kAll) {
-      for (int l = 0; l < kWidth; ++l) {
-        uint64_t lost = S::bits_of(S::equal(square[l], dropped));
-        asm("" : "+r"(lost));  // else g++ 12.2 makes a vector of these words that is wrong
-        kept[l] &= ~(lost << k);
-      }
-    }
+    if (S::bits_of(S::less(dropped, lowest)) != kAll) drop_lowest(square, k, kept);
     transpose<T>(square);
 #pragma GCC unroll 16
     for (int c = 0; c < kWidth; ++c) S::store(to + c * kRows, square[c]);
   }
 
+  /// Of rows that there are, others being nullptr, and so many keys: zeros for the rest of a square,
+  /// of whose keys none is written.
   template <class M>
-  static void and_rest(const Mask& mask, const RowTile<kRows>& tile, int first_row, int end_row,
-                       int64_t first_key, int begin, int keys, uint64_t* kept, T* to) {
+  QKV_ONE_COPY static void and_part_of_square(const M* const (&from)[Simd<T>::kWidth], int k,
+                                              int keys, uint64_t* kept, T* to) {
+    using S = Simd<T>;
+    typename S::Number square[S::kWidth];
+    for (int l = 0; l < S::kWidth; ++l) {
+      square[l] = from[l] == nullptr ? S::zero() : load_first_converted<T>(from[l] + k, keys);
+    }
+    drop_lowest(square, k, kept);
+    transpose<T>(square);
+    for (int c = 0; c < keys; ++c) S::store(to + c * kRows, square[c]);
+  }
+
+  /// What is -inf, of keys from the k-th on, is not kept.
+  static QKV_INLINE void drop_lowest(const typename Simd<T>::Number (&square)[Simd<T>::kWidth],
+                                     int k, uint64_t* kept) {
+    const auto dropped = Simd<T>::set(-static_cast<T>(__builtin_inff()));
+    for (int l = 0; l < Simd<T>::kWidth; ++l) {
+      uint64_t lost = Simd<T>::bits_of(Simd<T>::equal(square[l], dropped));
+      asm("" : "+r"(lost));  // else g++ 12.2 makes a vector of these words that is wrong
+      kept[l] &= ~(lost << k);
+    }
+  }
+
+  /// A vector of rows, from `first_row` on.
+  template <class M>
+  static void and_numbers(const Mask& mask, const RowTile<kRows>& tile, int first_row,
+                          int64_t first_key, int keys, uint64_t* kept, T* to) {
+    constexpr int kWidth = Simd<T>::kWidth;
     const T dropped = -static_cast<T>(__builtin_inff());
-    for (int r = first_row; r < end_row; ++r) {
+    for (int k = 0; k < keys; ++k) Simd<T>::store(to + k * kRows + first_row, Simd<T>::zero());
+    for (int r = first_row; r < first_row + kWidth && r < tile.rows; ++r) {
       const M* row = mask_row<M>(mask, tile, r, first_key);
-      for (int k = begin; k < keys; ++k) {
+      for (int k = 0; k < keys; ++k) {
         const auto x = static_cast<T>(row[k * mask.column_stride]);
         kept[r] &= ~(static_cast<uint64_t>(x == dropped) << k);
         to[k * kRows + r] = x;

@@ -299,6 +299,18 @@ QKV_INLINE typename Simd<T>::Number load_converted(const Stored* x) {
   }
 }
 
+/// The first `count` of them, then zeros; what lies after them is not read.
+template <class T, class Stored>
+QKV_INLINE typename Simd<T>::Number load_first_converted(const Stored* x, int64_t count) {
+  if constexpr (sizeof(Stored) == sizeof(T) || (sizeof(T) == 4 && sizeof(Stored) == 2)) {
+    return load_first<T>(x, count);
+  } else {
+    alignas(64) T numbers[Simd<T>::kWidth] = {};
+    for (int64_t l = 0; l < count; ++l) numbers[l] = static_cast<T>(x[l]);
+    return Simd<T>::load(numbers);
+  }
+}
+
 template <class T>
 struct VectorMath {
   using S = Simd<T>;
