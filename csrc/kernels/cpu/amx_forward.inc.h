@@ -105,8 +105,7 @@ class AmxForward {
   /// for a few more some keys are not worth packing.
   static bool takes(const Problem<float>& p) {
     if (are_few_rows(p, FewRowsOfNumbers<float, Half>::kMostRows)) return false;
-    return rounds_weights_of(p) &&
-           (rows_of_kv_head(p) >= kTileRows || p.keys >= kForwardBlockKeys);
+    return rounds_weights_of(p) && (rows_of_kv_head(p) >= kTileRows || p.keys >= kForwardBlockKeys);
   }
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }

@@ -13,8 +13,8 @@
 namespace qkv::kernels::QKV_ISA {
 
 /// Whether tiles are to multiply in 16 bits, with rounded weights. What that changes in an output
-/// moves all dS of its row, and so dQ along the mean of the keys: of few and short ones by more than
-/// rounding dQ does. For these there is little to win, too.
+/// moves all dS of its row, and so dQ along the mean of the keys: of few and short ones by more
+/// than rounding dQ does. For these there is little to win, too.
 inline bool rounds_weights_of(const Problem<float>& p) {
   return p.keys >= 32 && p.head_dim >= 8 && p.keys * p.head_dim >= 1024;
 }

@@ -208,8 +208,8 @@ struct MaskTile {
     for (int c = 0; c < kWidth; ++c) S::store(to + c * kRows, square[c]);
   }
 
-  /// Of rows that there are, others being nullptr, and so many keys: zeros for the rest of a square,
-  /// of whose keys none is written.
+  /// Of rows that there are, others being nullptr, and so many keys: zeros for the rest of a
+  /// square, of whose keys none is written.
   template <class M>
   QKV_ONE_COPY static void and_part_of_square(const M* const (&from)[Simd<T>::kWidth], int k,
                                               int keys, uint64_t* kept, T* to) {
