@@ -16,8 +16,8 @@
 //     O_r += P[k][r] · V_k          O in registers
 //
 // and Q, K and V may be stored in 16 bits. S and P are dense, so that a vector of exponentials has
-// several keys. Where masks, softcap or ALiBi change scores these lie as in other tiles meanwhile,
-// a row in a lane, so that it is the same code.
+// several keys. Where masks, softcap or ALiBi change scores of several rows these lie as in other
+// tiles meanwhile, a row in a lane, so that it is the same code; those of one row stay as they are.
 //
 // Products: few_rows_of_numbers.inc.h, few_rows_in_pairs.inc.h.
 
@@ -182,14 +182,17 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   for (int64_t n = first_of_eight(range.begin); n < range.end; n += kFewRowsBlockKeys) {
     const int block =
         range.end - n < kFewRowsBlockKeys ? static_cast<int>(range.end - n) : kFewRowsBlockKeys;
-    const TileState state = mask.load(p, tile, n, block);
+    const TileState state =
+        kRows == 1 ? mask.load_row(p, tile, n, block) : mask.load(p, tile, n, block);
     if (state == TileState::kEmpty) continue;
     const ScoreRows<T, 1, S::kWidth> block_scores(p, mask, alibi, n, 0, 0, state);
     const Stored* block_values = values + n * p.value.row_stride;
     Products::template scores<kRows>(
         block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, p.scale, scores,
         next_rows<T>(tile, p.value, p.key_value_storage, {n, n + block}, p.value_dim));
-    if (block_scores.changes()) {
+    if (kRows == 1 && block_scores.changes()) {
+      change_scores_of_row<kFewRowsBlockKeys>(p, mask, alibi, n, block, state, scores);
+    } else if (block_scores.changes()) {
       // Those without a row are read as well.
       if (!lanes_are_clear) set_to_zero(in_lanes, kFewRowsBlockKeys * S::kWidth);
       lanes_are_clear = true;

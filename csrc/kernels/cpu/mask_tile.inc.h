@@ -88,6 +88,33 @@ struct MaskTile {
     return any == 0 ? TileState::kEmpty : lost == 0 ? TileState::kFull : TileState::kPartial;
   }
 
+  /// The same of a tile of one row, key by key: bias[keys], and bits of the first lane only.
+  QKV_ONE_COPY TileState load_row(const Problem<T>& problem, const RowTile<kRows>& tile,
+                                  int64_t first_key, int keys) {
+    const KeyRange seen = keys_of_query(problem.band, tile.query[0], problem.keys);
+    const bool has_masks =
+        problem.attn_mask.type != MaskType::kNone || problem.key_mask.data != nullptr;
+    if (!has_masks && seen.contains({first_key, first_key + keys})) return TileState::kFull;
+
+    uint64_t any = 0, lost = 0;
+    for (int k = 0; k < keys; k += kWordKeys) {
+      const int count = keys - k < kWordKeys ? keys - k : kWordKeys;
+      const int64_t first = first_key + k;
+      const uint64_t inside = bits_in_range(0, count);
+      uint64_t kept = inside & bits_in_range(seen.begin - first, seen.end - first);
+      if (problem.key_mask.data != nullptr) {
+        kept &= bits_of_key_mask(problem.key_mask, tile, first, count);
+      }
+      kept &= bits_of_row(problem.attn_mask, tile, first, count, bias + k);
+      any |= kept;
+      lost |= inside & ~kept;
+      for (int b = 0; b < count; b += 8) {
+        bits[(k + b) / 8 * kRows] = static_cast<uint8_t>(kept >> b);
+      }
+    }
+    return any == 0 ? TileState::kEmpty : lost == 0 ? TileState::kFull : TileState::kPartial;
+  }
+
  private:
   static constexpr int kWordKeys = 64;  // of a row, collected in a word
   static constexpr int kFewestRowsOfSquare = 4;
@@ -99,6 +126,46 @@ struct MaskTile {
     return bits_of_bools(
         mask.data + tile.batch.offset(mask.batch_stride) + first_key * mask.column_stride,
         mask.column_stride, keys);
+  }
+
+  /// The pairs of the first row that the mask keeps. A float mask is written to `to`.
+  static uint64_t bits_of_row(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key,
+                              int keys, T* to) {
+    switch (mask.type) {
+      case MaskType::kNone:
+        break;
+      case MaskType::kBool:
+        return bits_of_bools(mask_row<uint8_t>(mask, tile, 0, first_key), mask.column_stride, keys);
+      case MaskType::kFloat32:
+        return bits_of_float_row<float>(mask, tile, first_key, keys, to);
+      case MaskType::kFloat64:
+        return bits_of_float_row<double>(mask, tile, first_key, keys, to);
+      case MaskType::kBFloat16:
+        return bits_of_float_row<BFloat16>(mask, tile, first_key, keys, to);
+      case MaskType::kFloat16:
+        return bits_of_float_row<Float16>(mask, tile, first_key, keys, to);
+    }
+    return ~uint64_t{0};
+  }
+
+  template <class M>
+  static uint64_t bits_of_float_row(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key,
+                                    int keys, T* to) {
+    using S = Simd<T>;
+    const M* row = mask_row<M>(mask, tile, 0, first_key);
+    const auto dropped = S::set(-static_cast<T>(__builtin_inff()));
+    uint64_t lost = 0;
+    for (int k = 0; k < keys; k += S::kWidth) {
+      M apart[S::kWidth] = {};
+      const M* from = mask.column_stride == 1 ? row + k : apart;
+      for (int l = 0; from == apart && l < S::kWidth && k + l < keys; ++l) {
+        apart[l] = row[(k + l) * mask.column_stride];
+      }
+      const auto x = load_first_converted<T>(from, keys - k < S::kWidth ? keys - k : S::kWidth);
+      lost |= static_cast<uint64_t>(S::bits_of(S::equal(x, dropped))) << k;
+      S::store(to + k, x);
+    }
+    return ~lost;
   }
 
   /// Pairs that the mask drops leave `kept`, one word a row. A float mask is written to `to`.

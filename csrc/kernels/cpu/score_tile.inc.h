@@ -60,6 +60,45 @@ struct AlibiTile {
   }
 };
 
+/// Bits of a byte as bytes of 0 or 1.
+QKV_INLINE uint64_t bytes_of_bits(uint8_t bits) {
+  const uint64_t apart = bits * 0x0101010101010101ull & 0x8040201008040201ull;
+  return (apart + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull;
+}
+
+/// All that happens to scores[key] of one row, for which its mask was loaded (MaskTile::load_row),
+/// in whole vectors.
+template <int kMostKeys, class T, int kRows>
+QKV_ONE_COPY void change_scores_of_row(const Problem<T>& p, const MaskTile<T, kRows>& mask,
+                                       const AlibiTile<T, kRows / Simd<T>::kWidth>& alibi,
+                                       int64_t first_key, int keys, TileState state, T* scores) {
+  using S = Simd<T>;
+  const Softcap<T> softcap(p.softcap);
+  const bool caps = softcap.cap != T(0), has_alibi = p.alibi_slopes.data != nullptr;
+  const T* bias = mask.has_bias(p) ? mask.bias : nullptr;
+  const auto dropped = S::set(-static_cast<T>(__builtin_inff()));
+  alignas(64) T lanes[S::kWidth];
+  for (int l = 0; l < S::kWidth; ++l) lanes[l] = static_cast<T>(l);
+  const bool drops = state == TileState::kPartial;
+  uint8_t kept[kMostKeys] = {};
+  for (int k = 0; drops && k < keys; k += 8) {
+    const uint64_t bytes = bytes_of_bits(mask.bits[k / 8 * kRows]);
+    __builtin_memcpy(kept + k, &bytes, 8);
+  }
+  for (int k = 0; k < keys; k += S::kWidth) {
+    auto x = S::load(scores + k);
+    if (caps) x = softcap(x);
+    if (bias != nullptr) x = x + S::load(bias + k);
+    if (has_alibi) {
+      const auto ahead = S::set(static_cast<T>(alibi.first_position - first_key - k));
+      const auto distance = absolute<T>(ahead - S::load(lanes));
+      x = S::fma(S::set(-alibi.slope[0]), distance, x);
+    }
+    if (drops) x = S::select(S::bit_of_bytes(kept + k, 0), x, dropped);
+    S::store(scores + k, x);
+  }
+}
+
 /// Rows of a tile of scores: vectors first_vector .. + kVectors of its kRows rows, keys first_key
 /// .., which lie `offset` after the first of those that the mask was loaded for.
 template <class T, int kVectors, int kRows>
