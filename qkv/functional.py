@@ -39,7 +39,7 @@ def _options(
     enable_gqa: bool,
     window: Optional[tuple[int, int]],
     query_offset: Optional[int],
-    softcap: float,
+    softcap: Optional[float],
     alibi_slopes: Optional[Tensor],
     sinks: Optional[Tensor],
     key_mask: Optional[Tensor],
@@ -55,8 +55,7 @@ def _options(
         options["window"] = _window(window)
     if query_offset is not None:
         options["query_offset"] = _whole("query_offset", query_offset)
-    softcap = _number("softcap", softcap)
-    if softcap != 0.0:
+    if softcap is not None and (softcap := _number("softcap", softcap)) != 0.0:
         options["softcap"] = softcap
     if alibi_slopes is not None:
         options["alibi_slopes"] = alibi_slopes
@@ -79,7 +78,7 @@ def attention(
     enable_gqa: bool = False,
     window: Optional[tuple[int, int]] = None,
     query_offset: Optional[int] = None,
-    softcap: float = 0.0,
+    softcap: Optional[float] = 0.0,
     alibi_slopes: Optional[Tensor] = None,
     sinks: Optional[Tensor] = None,
     key_mask: Optional[Tensor] = None,
@@ -115,7 +114,8 @@ def attention(
             less is an error.
         query_offset: position of query 0 among the keys. 0, the default, aligns causal masks to
             the upper left as PyTorch does; N - M to the lower right as FlashAttention does.
-        softcap: scores become softcap * tanh(score / softcap) before masks are added; 0 = off.
+        softcap: scores become softcap * tanh(score / softcap) before masks are added; 0 or
+            None = off.
         alibi_slopes: (Hq) or (B.., Hq), query's dtype or float32: subtracts
             slope * |i + query_offset - j| (ALiBi, arXiv:2108.12409).
         sinks: (Hq) or (B.., Hq), query's dtype or float32: a further score in each row's softmax
@@ -152,7 +152,7 @@ def attention_with_lse(
     enable_gqa: bool = False,
     window: Optional[tuple[int, int]] = None,
     query_offset: Optional[int] = None,
-    softcap: float = 0.0,
+    softcap: Optional[float] = 0.0,
     alibi_slopes: Optional[Tensor] = None,
     sinks: Optional[Tensor] = None,
     key_mask: Optional[Tensor] = None,
@@ -186,7 +186,7 @@ def attention_weights(
     enable_gqa: bool = False,
     window: Optional[tuple[int, int]] = None,
     query_offset: Optional[int] = None,
-    softcap: float = 0.0,
+    softcap: Optional[float] = 0.0,
     alibi_slopes: Optional[Tensor] = None,
     sinks: Optional[Tensor] = None,
     key_mask: Optional[Tensor] = None,
@@ -220,7 +220,7 @@ def explain(
     enable_gqa: bool = False,
     window: Optional[tuple[int, int]] = None,
     query_offset: Optional[int] = None,
-    softcap: float = 0.0,
+    softcap: Optional[float] = 0.0,
     alibi_slopes: Optional[Tensor] = None,
     sinks: Optional[Tensor] = None,
     key_mask: Optional[Tensor] = None,

@@ -1,6 +1,7 @@
 """What the modules ask of their arguments."""
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import List, Optional
 
 import torch
@@ -70,8 +71,8 @@ def check_rows(module: str, name: str, x: Tensor, letters: str, width: int) -> N
 
 
 def checked_dropout(module: str, dropout: float) -> float:
-    """As a float, whatever number it is: TorchScript tells them apart."""
-    if not isinstance(dropout, (int, float)):
+    """As a float, whatever number it is, NumPy's too: TorchScript tells them apart."""
+    if not isinstance(dropout, Real):
         raise TypeError(f"{module}: dropout must be a number, but is {dropout!r}")
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"{module}: dropout must be between 0 and 1, but is {dropout}")
@@ -81,27 +82,27 @@ def checked_dropout(module: str, dropout: float) -> float:
 def checked_scale(module: str, scale: Optional[float]) -> Optional[float]:
     if scale is None:
         return None
-    if not isinstance(scale, (int, float)):
+    if not isinstance(scale, Real):
         raise TypeError(f"{module}: scale must be a number, but is {scale!r}")
     return float(scale)
 
 
-def check_positive(module: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int):
-            raise TypeError(f"{module}: {name} must be an int, but is {size!r}")
-        if size <= 0:
-            raise ValueError(f"{module}: {name} must be positive, but is {size}")
+def checked_size(module: str, name: str, size: int) -> int:
+    if not isinstance(size, Integral):
+        raise TypeError(f"{module}: {name} must be an int, but is {size!r}")
+    if size <= 0:
+        raise ValueError(f"{module}: {name} must be positive, but is {size}")
+    return int(size)
 
 
 def checked_window(module: str, window: Optional[Sequence[int]]) -> Optional[List[int]]:
     if window is None:
         return None
     rule = f"{module}: window must be (left, right)"
-    if not isinstance(window, Sequence) or not all(isinstance(x, int) for x in window):
+    if not isinstance(window, Sequence) or not all(isinstance(x, Integral) for x in window):
         raise TypeError(f"{rule}, two ints, but is {window!r}")
     if len(window) != 2:
         raise ValueError(f"{rule}, but is {window}")
     if min(window) < -1:
         raise ValueError(f"{rule} with both >= 0, or -1 for unbounded, but is {window}")
-    return list(window)
+    return [int(x) for x in window]

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import Linear
 
 from qkv.nn.arguments import (
-    check_positive,
     check_rows,
     checked_dropout,
+    checked_size,
     checked_window,
     key_mask_of,
 )
@@ -58,17 +58,13 @@ class MultiheadAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         name = "qkv.nn.MultiheadAttention"
-        kdim = embed_dim if kdim is None else kdim
-        vdim = embed_dim if vdim is None else vdim
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive(
-            name,
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            kdim=kdim,
-            vdim=vdim,
-            num_kv_heads=num_kv_heads,
-        )
+        embed_dim = checked_size(name, "embed_dim", embed_dim)
+        num_heads = checked_size(name, "num_heads", num_heads)
+        kdim = embed_dim if kdim is None else checked_size(name, "kdim", kdim)
+        vdim = embed_dim if vdim is None else checked_size(name, "vdim", vdim)
+        if num_kv_heads is None:
+            num_kv_heads = num_heads
+        num_kv_heads = checked_size(name, "num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads != 0:
             raise ValueError(
                 f"{name}: num_kv_heads must divide num_heads, but num_heads={num_heads} and "
@@ -81,7 +77,7 @@ class MultiheadAttention(torch.nn.Module):
                     f"but embed_dim={embed_dim} and num_heads={num_heads}"
                 )
             head_dim = embed_dim // num_heads
-        check_positive(name, head_dim=head_dim)
+        head_dim = checked_size(name, "head_dim", head_dim)
         if num_heads * head_dim >= 2**63:
             raise ValueError(
                 f"{name}: num_heads * head_dim must be less than 2^63, but num_heads={num_heads} "

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import Linear
 
 from qkv.nn.arguments import (
-    check_positive,
     check_rows,
     checked_dropout,
     checked_scale,
+    checked_size,
     key_mask_of,
     mask_of_one_head,
 )
@@ -49,12 +49,14 @@ class SelfAttention(torch.nn.Module):
         dtype: Optional[torch.dtype] = None,
     ) -> None:
         super().__init__()
-        d_v = d_out if d_v is None else d_v
-        check_positive("qkv.nn.SelfAttention", d_in=d_in, d_out=d_out, d_v=d_v)
+        name = "qkv.nn.SelfAttention"
+        d_in = checked_size(name, "d_in", d_in)
+        d_out = checked_size(name, "d_out", d_out)
+        d_v = d_out if d_v is None else checked_size(name, "d_v", d_v)
         self.d_in = d_in
         self.causal = bool(causal)
-        self.dropout = checked_dropout("qkv.nn.SelfAttention", dropout)
-        self.scale = checked_scale("qkv.nn.SelfAttention", scale)
+        self.dropout = checked_dropout(name, dropout)
+        self.scale = checked_scale(name, scale)
         self.w_q = Linear(d_in, d_out, bias, device, dtype)
         self.w_k = Linear(d_in, d_out, bias, device, dtype)
         self.w_v = Linear(d_in, d_v, bias, device, dtype)

@@ -303,6 +303,13 @@ def test_a_tensor_is_no_number(name):
                 f(*tensors, dropout_p=number)
 
 
+def test_none_is_no_softcap():
+    """As with scale and window, and as attention interfaces say that there is none."""
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(qkv.attention(x, x, x, softcap=None), qkv.attention(x, x, x))
+    assert qkv.explain(x, x, x, softcap=None) == qkv.explain(x, x, x)
+
+
 @pytest.mark.parametrize("scale", [torch.tensor(0.5), "0.5"], ids=["tensor", "str"])
 def test_a_scale_of_a_module_is_a_number(scale):
     with pytest.raises(TypeError, match="^qkv.nn.ScaledDotProductAttention: scale must be a numb"):

@@ -8,6 +8,7 @@ import struct
 import subprocess
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -565,3 +566,23 @@ def test_projections_may_be_wrapped_and_run_once(module):
 def test_options_of_the_wrong_type(options, message):
     with pytest.raises(TypeError, match=f"qkv.nn.MultiheadAttention: {message}"):
         qkv.nn.MultiheadAttention(**{"embed_dim": 8, "num_heads": 2, **options})
+
+
+def test_options_as_numbers_of_numpy():
+    """As the modules of torch take them; those of scripted modules are Python's."""
+    size, part = numpy.int64, numpy.float32(0.25)
+    module = qkv.nn.MultiheadAttention(
+        size(8),
+        size(2),
+        size(8),
+        size(8),
+        size(1),
+        size(4),
+        dropout=part,
+        window=(size(2), size(0)),
+    )
+    x = torch.ones(1, 3, 8)
+    assert torch.jit.script(module.eval())(x).shape == x.shape
+    one_head = qkv.nn.SelfAttention(size(8), size(4), size(6), dropout=part, scale=part)
+    assert torch.jit.script(one_head.eval())(x).shape == (1, 3, 6)
+    assert one_head.scale == 0.25 and isinstance(module.num_heads, int)
