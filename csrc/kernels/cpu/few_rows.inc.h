@@ -167,7 +167,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   AlibiTile<T, 1> alibi;
   alibi.load(p, tile);
   set_to_zero(out, kRows * out_row);
-  bool lanes_are_clear = false;
+  [[maybe_unused]] bool lanes_are_clear = false;
   const Stored* rows[kRows];
   for (int r = 0; r < kRows; ++r) {
     rows[r] = r < tile.rows ? tile.template stored_row<Stored>(p.query, r) : nullptr;
@@ -190,13 +190,15 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     Products::template scores<kRows>(
         block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, p.scale, scores,
         next_rows<T>(tile, p.value, p.key_value_storage, {n, n + block}, p.value_dim));
-    if (kRows == 1 && block_scores.changes()) {
-      change_scores_of_row<kFewRowsBlockKeys>(p, mask, alibi, n, block, state, scores);
-    } else if (block_scores.changes()) {
-      // Those without a row are read as well.
-      if (!lanes_are_clear) set_to_zero(in_lanes, kFewRowsBlockKeys * S::kWidth);
-      lanes_are_clear = true;
-      change_scores<T, kRows>(block_scores, block, scores, in_lanes);
+    if (block_scores.changes()) {
+      if constexpr (kRows == 1) {
+        change_scores_of_row<kFewRowsBlockKeys>(p, mask, alibi, n, block, state, scores);
+      } else {
+        // Those without a row are read as well.
+        if (!lanes_are_clear) set_to_zero(in_lanes, kFewRowsBlockKeys * S::kWidth);
+        lanes_are_clear = true;
+        change_scores<T, kRows>(block_scores, block, scores, in_lanes);
+      }
     }
     const auto block_max = max_of_scores<T, kRows>(block, scores);
     if (S::any_greater(block_max, softmax.max)) {
