@@ -17,7 +17,8 @@
 //
 // and Q, K and V may be stored in 16 bits. S and P are dense, so that a vector of exponentials has
 // several keys. Where masks, softcap or ALiBi change scores of several rows these lie as in other
-// tiles meanwhile, a row in a lane, so that it is the same code; those of one row stay as they are.
+// tiles meanwhile, a row in a lane, so that it is the same code; those of one row stay where they
+// are.
 //
 // Products: few_rows_of_numbers.inc.h, few_rows_in_pairs.inc.h.
 

@@ -41,8 +41,8 @@ class ForwardInPairs {
     f(BFloat16{}, FewRowsInPairs{});
   }
 
-  /// Whether a problem of these sizes is better multiplied so. What few rows are for numbers is
-  /// theirs, unless there are many keys.
+  /// Whether a problem of these sizes is better multiplied so. Of 5 to 8 rows those that have a
+  /// kernel in numbers stay there, unless there are many keys.
   static bool takes(const Problem<float>& p) {
     if (rows_of_kv_head(p) <= kFewRows) return true;
     if (p.head_dim % 2 != 0 || !rounds_weights_of(p)) return false;

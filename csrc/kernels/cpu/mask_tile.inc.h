@@ -116,8 +116,8 @@ struct MaskTile {
   }
 
  private:
-  static constexpr int kWordKeys = 64;  // of a row, collected in a word
-  static constexpr int kFewestRowsOfSquare = 4;
+  static constexpr int kWordKeys = 64;           // of a row, collected in a word
+  static constexpr int kFewestRowsOfSquare = 4;  // the rest of which are zeros
   // Rows of a mask are far apart, and no hardware looks ahead in so many at once.
   static constexpr int kKeysAhead = 128;
 
@@ -269,7 +269,7 @@ struct MaskTile {
     }
     // Neither -inf, nor a NaN that may hide one.
     constexpr unsigned kAll = (1u << kWidth) - 1;
-    if (S::bits_of(S::less(dropped, lowest)) != kAll) drop_lowest(square, k, kept);
+    if (S::bits_of(S::less(dropped, lowest)) != kAll) drop_minus_infinity(square, k, kept);
     transpose<T>(square);
 #pragma GCC unroll 16
     for (int c = 0; c < kWidth; ++c) S::store(to + c * kRows, square[c]);
@@ -285,14 +285,14 @@ struct MaskTile {
     for (int l = 0; l < S::kWidth; ++l) {
       square[l] = from[l] == nullptr ? S::zero() : load_first_converted<T>(from[l] + k, keys);
     }
-    drop_lowest(square, k, kept);
+    drop_minus_infinity(square, k, kept);
     transpose<T>(square);
     for (int c = 0; c < keys; ++c) S::store(to + c * kRows, square[c]);
   }
 
   /// What is -inf, of keys from the k-th on, is not kept.
-  static QKV_INLINE void drop_lowest(const typename Simd<T>::Number (&square)[Simd<T>::kWidth],
-                                     int k, uint64_t* kept) {
+  static QKV_INLINE void drop_minus_infinity(
+      const typename Simd<T>::Number (&square)[Simd<T>::kWidth], int k, uint64_t* kept) {
     const auto dropped = Simd<T>::set(-static_cast<T>(__builtin_inff()));
     for (int l = 0; l < Simd<T>::kWidth; ++l) {
       uint64_t lost = Simd<T>::bits_of(Simd<T>::equal(square[l], dropped));
