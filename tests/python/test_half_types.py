@@ -125,6 +125,25 @@ def test_subnormals_and_extremes(dtype):
 
 
 @half_types
+@pytest.mark.parametrize("size", [-1e3, -3e4, -1e9, -1e10, "lowest"])
+def test_rows_of_scores_far_from_zero(size, dtype):
+    """They have their weights, the rows between them the bits that they would have without them."""
+    size = torch.finfo(dtype).min if size == "lowest" else max(size, torch.finfo(dtype).min)
+    q, k, v = (torch.randn(2, 200, 64).to(dtype) for _ in range(3))
+    far = torch.arange(200) % 3 == 1
+    mask = torch.zeros(200, 200, dtype=dtype)
+    mask[far] = size
+    out, lse = qkv.attention_with_lse(q, k, v, mask)
+    others, lse_of_others = qkv.attention_with_lse(q, k, v, torch.zeros_like(mask))
+    assert torch.equal(out[:, ~far], others[:, ~far])
+    assert torch.equal(lse[:, ~far], lse_of_others[:, ~far])
+    q, k, v = q.double(), k.double(), v.double()
+    scores = ((q @ k.mT / 8).float() + mask.float()).double()  # as float32 has them
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v, rtol=0, atol=8e-3)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=2e-7, atol=1e-5)
+
+
+@half_types
 def test_gradients_that_are_exactly_zero(dtype):
     """With one key each weight is 1, whatever the query: delta must not see the output's rounding."""
     q, k, v = (torch.randn(1, 1, n, 16, dtype=dtype, requires_grad=True) for n in (49, 1, 1))

@@ -95,6 +95,7 @@ class AmxForward {
   using Packed = PackedKeys<Half>;
   static constexpr int kVectors = 4;  // of rows in a tile
   static constexpr int kRows = kVectors * S::kWidth;
+  using Weigher = RoughWeigher;
   static constexpr bool kRoundsWeights = true;
   static constexpr int kBlockKeys = kForwardBlockKeys;
   static constexpr int kFewRows = 0;
@@ -193,11 +194,9 @@ class AmxForward {
   /// weights.
   template <int kVectors, class Weigh>
   QKV_INLINE void weights(int64_t first_key, int keys, int first_row, float*, Weigh weigh) {
-    Pair* to = start_weights<kVectors>(first_key, keys, first_row);
-    scores<kVectors>(
-        first_key, keys, first_row, [&](int k, int v, auto& x) __attribute__((always_inline)) {
-          weigh(k, v, x);
-          store_rounded(x, to + k / 2 * kRows + v * S::kWidth);
+    store_weights<kVectors>(
+        first_key, keys, first_row, weigh, [&](auto use) __attribute__((always_inline)) {
+          scores<kVectors>(first_key, keys, first_row, use);
         });
   }
 
@@ -205,17 +204,17 @@ class AmxForward {
   template <int kVectors, class Weigh>
   QKV_INLINE void weights_of_scores(int64_t first_key, int keys, int first_row, const float* scores,
                                     Weigh weigh) {
-    Pair* to = start_weights<kVectors>(first_key, keys, first_row);
-    const auto weigh_stored = [&](int k, auto count) __attribute__((always_inline)) {
-      for_each_vector<kVectors, count()>(
-          scores + k * kRows, [&](int v, auto& x) __attribute__((always_inline)) {
-            weigh(k, v, x);
-            store_rounded(x, to + k / 2 * kRows + v * S::kWidth);
-          });
-    };
-    int k = 0;
-    for (; k + 2 <= keys; k += 2) weigh_stored(k, Constant<2>{});
-    if (k < keys) weigh_stored(k, Constant<1>{});
+    store_weights<kVectors>(
+        first_key, keys, first_row, weigh, [&](auto use) __attribute__((always_inline)) {
+          const auto use_keys = [&](int k, auto count) __attribute__((always_inline)) {
+            for_each_vector<kVectors, count()>(
+                scores + k * kRows,
+                [&](int v, auto& x) __attribute__((always_inline)) { use(k, v, x); });
+          };
+          int k = 0;
+          for (; k + 2 <= keys; k += 2) use_keys(k, Constant<2>{});
+          if (k < keys) use_keys(k, Constant<1>{});
+        });
   }
 
   /// bits is nullptr if all pairs are kept.
@@ -229,8 +228,11 @@ class AmxForward {
     const int64_t first_block = packed.block_of(first_key);
     const int64_t blocks = packed.block_of(first_key + keys - 1) + 1 - first_block;
     const Pair* pairs = weights_ + first_key % kTileDepth / 2 * kRows + first_row;
-    add_sums<kVectors>(keys, pairs,
-                       Sums<float>{out.first + row_of_sums(p_) * kRows, kRows, out.has_any});
+    float* sums = out.first + row_of_sums(p_) * kRows;
+    for (int v = 0; v < kVectors; ++v, sums += S::kWidth) {
+      const auto so_far = out.has_any ? S::load(sums) : S::zero();
+      S::store(sums, so_far + sums_of_weights_[v]);
+    }
     const auto add_products = [&](auto adds) __attribute__((always_inline)) {
       TileProduct<Half, kVectors, adds() != 0> product{
           blocks,
@@ -335,35 +337,22 @@ class AmxForward {
     }
   }
 
-  /// The weights of one or two keys.
-  template <int kCount>
-  static QKV_INLINE void store_rounded(const S::Number (&x)[kCount], Pair* to) {
-    auto second = S::zero();
-    if constexpr (kCount == 2) second = x[1];
-    Pairs::store(to, Pairs::round(x[0], second));
-  }
-
-  /// sum[row] += P, as rounded: four sums, for an addition has to wait for the one before it.
-  template <int kVectors>
-  void add_sums(int keys, const Pair* weights, Sums<float> sums) const {
-    const int pairs = (keys + 1) / 2;
-    for (int v = 0; v < kVectors; ++v) {
-      S::Number total[4];
-      for (auto& x : total) x = S::zero();
-      int pair = 0;
-      const auto add = [&](int i) __attribute__((always_inline)) {
-        const auto* x = weights + (pair + i) * kRows + v * S::kWidth;
-        total[i] = Pairs::add(Pairs::load(x), total[i]);
-      };
-      for (; pair + 4 <= pairs; pair += 4) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) add(i);
-      }
-      for (; pair < pairs; ++pair) add(0);
-      float* to = sums.first + v * S::kWidth;
-      const auto before = sums.has_any ? S::load(to) : S::zero();
-      S::store(to, before + ((total[0] + total[1]) + (total[2] + total[3])));
-    }
+  /// for_each(use) calls use(k, v, x) for scores x of one or two keys; what weigh makes of them is
+  /// rounded to weights_, and added up to sums_of_weights_.
+  template <int kVectors, class Weigh, class ForEach>
+  QKV_INLINE void store_weights(int64_t first_key, int keys, int first_row, Weigh weigh,
+                                ForEach for_each) {
+    S::Number sums[kVectors];
+    for (auto& sum : sums) sum = S::zero();
+    Pair* to = start_weights<kVectors>(first_key, keys, first_row);
+    for_each([&](int k, int v, auto& x) __attribute__((always_inline)) {
+      weigh(k, v, x);
+      constexpr bool kIsPair = sizeof(x) / sizeof(x[0]) == 2;
+      const auto pair = Pairs::round(x[0], kIsPair ? x[kIsPair] : S::zero());
+      sums[v] = Pairs::add(pair, sums[v]);
+      Pairs::store(to + k / 2 * kRows + v * S::kWidth, pair);
+    });
+    for (int v = 0; v < kVectors; ++v) sums_of_weights_[v] = sums[v];
   }
 
   const Problem<float>& p_;
@@ -375,6 +364,7 @@ class AmxForward {
   Packed packed_;
   Pair* query_t_;    // [D / 2][rows]
   Pair* weights_;    // [keys / 2][rows], of a block
+  S::Number sums_of_weights_[kVectors];
   float* products_;  // [2][16 keys][rows]
 };
 

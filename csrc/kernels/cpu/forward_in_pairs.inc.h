@@ -28,6 +28,7 @@ class ForwardInPairs {
   using Pairs = Simd<BFloat16Pair>;
   static constexpr int kVectors = kBFloat16Vectors;
   static constexpr int kRows = kVectors * S::kWidth;
+  using Weigher = RoughWeigher;
   static constexpr bool kRoundsWeights = true;
   /// Weights of 16 bits: those of twice as many keys stay in a first-level cache, and what they are
   /// added to is loaded and stored half as often.

@@ -10,6 +10,7 @@
 #include "kernels/cpu/row_tile.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/weigher.inc.h"
 #include "kernels/online_softmax.h"
 
 // Forward attention for one tile of query rows (FlashAttention-2, arXiv:2307.08691, algorithm 1).
@@ -51,6 +52,7 @@ class ForwardTile {
   using T = typename Products::Real;
   using S = Simd<T>;
   using Math = VectorMath<T>;
+  using Weigher = typename Products::Weigher;
   using Number = typename S::Number;
   static constexpr int kRows = Products::kRows;
   using Tile = RowTile<kRows>;
@@ -305,17 +307,19 @@ class ForwardTile {
   enum Changes { kNone = 0, kMasks = 1, kCaps = 2 };
 
   /// P = exp(S - max) where S leaves the registers of the product, under the maxima of the keys
-  /// before. False, and nothing done, if a row has none yet or one that is too small now.
+  /// before. False, and nothing done, if a row has none yet or one that is too small now, or too far
+  /// from 0.
   template <int kVectors, int kChanges>
   bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
                           const Scores<kVectors>& scores, const uint8_t* stays,
                           const NextKeys& next, T* weights) {
     const auto lowest = S::set(-Limits<T>::kLargest);
-    Number shift[kVectors], sum[kVectors], block_max[kVectors];
+    Weigher weigher[kVectors];
+    Number sum[kVectors], block_max[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      const auto& softmax = softmax_[first_vector + v];
-      if (S::any_greater(lowest, softmax.max)) return false;
-      shift[v] = softmax.shift();
+      const auto& max = softmax_[first_vector + v].max;
+      if (S::any_greater(lowest, max) || !Weigher::is_near(max)) return false;
+      weigher[v] = Weigher(max);
       sum[v] = S::zero();
       block_max[v] = Math::minus_infinity();
     }
@@ -330,7 +334,8 @@ class ForwardTile {
             if constexpr (kChanges != kNone) score = scores.biased_and_kept(key++, v, score);
             block_max[v] = S::maximum(block_max[v], score);
           }
-          weigh_few(x, shift[v], sum[v]);
+          weigher[v].replace_near(x);
+          add_few(x, sum[v]);
           if constexpr (kChanges != kNone) drop(stays, k, v, x);
         });
     for (int v = 0; v < kVectors; ++v) {
@@ -363,15 +368,17 @@ class ForwardTile {
         });
     if (scores.changes()) scores.change(keys, weights, block_max);
     raise_max<kVectors>(block_max, first_vector);
-    Number shift[kVectors], sum[kVectors];
+    Weigher weigher[kVectors];
+    Number sum[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      shift[v] = softmax_[first_vector + v].shift();
+      weigher[v] = Weigher(softmax_[first_vector + v].shift());
       sum[v] = S::zero();
     }
     products_.template weights_of_scores<kVectors>(
         first_key, keys, first_vector * S::kWidth,
         weights, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
-          weigh_few(x, shift[v], sum[v]);
+          weigher[v].replace(x);
+          add_few(x, sum[v]);
           drop(stays, k, v, x);
         });
     add_to_sums<kVectors>(sum, first_vector);
@@ -391,12 +398,9 @@ class ForwardTile {
     return kCount;
   }
 
-  /// x, scores of one vector of rows and a few keys, becomes weights, which are added to `sum`.
+  /// sum += x, weights of one vector of rows and a few keys
   template <int kCount>
-  static QKV_INLINE void weigh_few(Number (&x)[kCount], Number shift, Number& sum) {
-#pragma GCC unroll 4
-    for (auto& score : x) score = score - shift;
-    ExpOfNonpositive<T>::replace(x);
+  static QKV_INLINE void add_few(const Number (&x)[kCount], Number& sum) {
 #pragma GCC unroll 4
     for (const auto& weight : x) sum = sum + weight;
   }

@@ -39,6 +39,25 @@ struct ExpConstants<double> {
                                       -0.6931471805599453,     1.0};
 };
 
+/// x = 2^n · 2^-x, with n + 90 (double: + 900) in the low bits of `rounded`: a polynomial in x.
+template <class T, int kTerms, int kCount>
+QKV_INLINE void multiply_powers(const T (&terms)[kTerms],
+                                const typename Simd<T>::Number (&rounded)[kCount],
+                                typename Simd<T>::Number (&x)[kCount]) {
+  using S = Simd<T>;
+  constexpr T kScale = ExpConstants<T>::kScale;
+  typename S::Number power[kCount];
+#pragma GCC unroll 8
+  for (auto& y : power) y = S::set(terms[0] * kScale);
+#pragma GCC unroll 13
+  for (int k = 1; k < kTerms; ++k) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) power[i] = S::fma(power[i], x[i], S::set(terms[k] * kScale));
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) x[i] = power[i] * S::exponent_from_low_bits(rounded[i]);
+}
+
 /// exp(x) for x <= 0, or small enough for the result to be finite: 2^n · 2^-r with n = round(x ·
 /// log2 e), r = n - x · log2 e. exp(-inf), and everything under 2^-90 (double: 2^-900), is exactly
 /// 0; NaN stays NaN.
@@ -58,8 +77,7 @@ struct ExpOfNonpositive {
   static QKV_INLINE void replace(typename S::Number (&x)[kCount]) {
     using Constants = ExpConstants<T>;
     constexpr auto kLog2E = static_cast<T>(1.4426950408889634074);
-    constexpr int kTerms = sizeof(Constants::kPower) / sizeof(T);
-    typename S::Number rounded[kCount], power[kCount];
+    typename S::Number rounded[kCount];
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) {
       x[i] = S::maximum(S::set(Constants::kZero), x[i]);
@@ -70,17 +88,31 @@ struct ExpOfNonpositive {
       const auto n = rounded[i] - S::set(Constants::kRounding);
       x[i] = S::fma(x[i], S::set(-kLog2E), n);
     }
+    multiply_powers<T>(Constants::kPower, rounded, x);
+  }
+};
+
+/// 2^x for such x, to within 3e-6 of it: for numbers that are rounded to 16 bits next.
+template <class T>
+struct RoughPowerOfTwo {
+  using S = Simd<T>;
+  static constexpr T kZero = -90.3f;  // 0 from here down
+  // 2^-r for |r| <= 1/2: minimax with c0 = 1.
+  static constexpr T kPower[] = {0.009582576647333618f, -0.05590682995345137f, 0.24024107278673376f,
+                                 -0.6931241184421073f, 1.0f};
+
+  template <int kCount>
+  static QKV_INLINE void replace(typename S::Number (&x)[kCount]) {
+    const auto rounding = S::set(ExpConstants<T>::kRounding);
+    typename S::Number rounded[kCount];
 #pragma GCC unroll 8
-    for (auto& y : power) y = S::set(Constants::kPower[0] * Constants::kScale);
-#pragma GCC unroll 13
-    for (int k = 1; k < kTerms; ++k) {
-#pragma GCC unroll 8
-      for (int i = 0; i < kCount; ++i) {
-        power[i] = S::fma(power[i], x[i], S::set(Constants::kPower[k] * Constants::kScale));
-      }
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = S::maximum(S::set(kZero), x[i]);
+      rounded[i] = x[i] + rounding;
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) x[i] = power[i] * S::exponent_from_low_bits(rounded[i]);
+    for (int i = 0; i < kCount; ++i) x[i] = (rounded[i] - rounding) - x[i];
+    multiply_powers<T>(kPower, rounded, x);
   }
 };
 

@@ -1,0 +1,83 @@
+#pragma once
+
+#include "kernels/cpu/math.inc.h"
+
+// exp(score - shift), the weights of a vector of rows: what a forward tile makes of scores.
+
+namespace qkv::kernels::QKV_ISA {
+
+/// As exactly as T has them.
+template <class T>
+class ExactWeigher {
+ public:
+  using S = Simd<T>;
+  using Number = typename S::Number;
+
+  ExactWeigher() = default;
+  QKV_INLINE explicit ExactWeigher(Number shift) : shift_(shift) {}
+
+  /// Whether such shifts suit replace_near.
+  static QKV_INLINE bool is_near(Number) { return true; }
+
+  /// x, scores of a few keys, becomes their weights.
+  template <int kCount>
+  QKV_INLINE void replace(Number (&x)[kCount]) const {
+#pragma GCC unroll 4
+    for (auto& score : x) score = score - shift_;
+    ExpOfNonpositive<T>::replace(x);
+  }
+  template <int kCount>
+  QKV_INLINE void replace_near(Number (&x)[kCount]) const {
+    replace(x);
+  }
+
+ private:
+  Number shift_;
+};
+
+/// To within 3e-6, to be rounded to 16 bits next, as 2^(score · log2 e - shift · log2 e), of one
+/// operation instead of two.
+///
+/// Rounding the product of the shift changes all weights of a row under this maximum by one factor,
+/// within 2^-24 |shift| of 1. Outputs do not see it; but lse is off by it, and so are all weights of
+/// a backward. Rows with larger shifts subtract first, as they must where the product overflows.
+class RoughWeigher {
+ public:
+  using S = Simd<float>;
+  using Number = S::Number;
+
+  RoughWeigher() = default;
+  QKV_INLINE explicit RoughWeigher(Number shift)
+      : shift_(shift), minus_product_(shift * S::set(-kLog2E)), is_near_(is_near(shift)) {}
+
+  static QKV_INLINE bool is_near(Number shift) {
+    return !S::any_greater(absolute<float>(shift), S::set(kFarthest));
+  }
+
+  template <int kCount>
+  QKV_INLINE void replace(Number (&x)[kCount]) const {
+    if (is_near_) return replace_near(x);
+    const auto is_far = S::less(S::set(kFarthest), absolute<float>(shift_));
+    for (auto& score : x) {
+      const auto near = S::fma(score, S::set(kLog2E), minus_product_);
+      score = S::select(is_far, (score - shift_) * S::set(kLog2E), near);
+    }
+    RoughPowerOfTwo<float>::replace(x);
+  }
+  template <int kCount>
+  QKV_INLINE void replace_near(Number (&x)[kCount]) const {
+#pragma GCC unroll 4
+    for (auto& score : x) score = S::fma(score, S::set(kLog2E), minus_product_);
+    RoughPowerOfTwo<float>::replace(x);
+  }
+
+ private:
+  static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr float kFarthest = 0x1p10f;
+
+  Number shift_;
+  Number minus_product_;
+  bool is_near_;
+};
+
+}  // namespace qkv::kernels::QKV_ISA
