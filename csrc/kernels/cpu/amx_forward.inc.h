@@ -208,8 +208,8 @@ class AmxForward {
         first_key, keys, first_row, weigh, [&](auto use) __attribute__((always_inline)) {
           const auto use_keys = [&](int k, auto count) __attribute__((always_inline)) {
             for_each_vector<kVectors, count()>(
-                scores + k * kRows,
-                [&](int v, auto& x) __attribute__((always_inline)) { use(k, v, x); });
+                scores + k * kRows, [&](int v, auto& x)
+                                        __attribute__((always_inline)) { use(k, v, x); });
           };
           int k = 0;
           for (; k + 2 <= keys; k += 2) use_keys(k, Constant<2>{});
@@ -364,8 +364,8 @@ class AmxForward {
   Packed packed_;
   Pair* query_t_;    // [D / 2][rows]
   Pair* weights_;    // [keys / 2][rows], of a block
-  S::Number sums_of_weights_[kVectors];
   float* products_;  // [2][16 keys][rows]
+  S::Number sums_of_weights_[kVectors];
 };
 
 }  // namespace qkv::kernels::QKV_ISA

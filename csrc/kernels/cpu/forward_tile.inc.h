@@ -307,8 +307,8 @@ class ForwardTile {
   enum Changes { kNone = 0, kMasks = 1, kCaps = 2 };
 
   /// P = exp(S - max) where S leaves the registers of the product, under the maxima of the keys
-  /// before. False, and nothing done, if a row has none yet or one that is too small now, or too far
-  /// from 0.
+  /// before. False, and nothing done, if a row has none yet or one that is too small now, or too
+  /// far from 0.
   template <int kVectors, int kChanges>
   bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
                           const Scores<kVectors>& scores, const uint8_t* stays,

@@ -39,8 +39,8 @@ class ExactWeigher {
 /// operation instead of two.
 ///
 /// Rounding the product of the shift changes all weights of a row under this maximum by one factor,
-/// within 2^-24 |shift| of 1. Outputs do not see it; but lse is off by it, and so are all weights of
-/// a backward. Rows with larger shifts subtract first, as they must where the product overflows.
+/// within 2^-24 |shift| of 1. Outputs do not see it; but lse is off by it, and so are all weights
+/// of a backward. Rows with larger shifts subtract first, as they must where the product overflows.
 class RoughWeigher {
  public:
   using S = Simd<float>;
