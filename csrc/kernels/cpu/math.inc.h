@@ -92,7 +92,8 @@ struct ExpOfNonpositive {
   }
 };
 
-/// 2^x for such x, to within 3e-6 of it: for numbers that are rounded to 16 bits next.
+/// 2^x to within 3e-6, for numbers that are rounded to 16 bits next; x and what becomes of -inf,
+/// small numbers and NaN as in ExpOfNonpositive.
 template <class T>
 struct RoughPowerOfTwo {
   using S = Simd<T>;
