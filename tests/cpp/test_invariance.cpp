@@ -287,8 +287,12 @@ TEST(Invariance, RowsThatOutgrowTheirMaxima) {
     const auto others = [](const Tensor& x) {
       return torch::cat({x.slice(1, 0, 10), x.slice(1, 11, 40), x.slice(1, 41, 70)}, 1);
     };
-    for (const bool causal : {false, true}) {
-      const auto options = qkv::AttentionOptions().is_causal(causal).query_offset(600);
+    const auto plain = qkv::AttentionOptions().query_offset(600);
+    for (const auto& options :
+         {plain, qkv::AttentionOptions(plain).is_causal(true),
+          qkv::AttentionOptions(plain).scale(-0.1),
+          qkv::AttentionOptions(plain).attn_mask(torch::randn({300, 900}, dtype)),
+          qkv::AttentionOptions(plain).attn_mask(torch::rand({300, 900}) < 0.9)}) {
       const auto [out, lse] = qkv::attention_with_lse(query, key, value, options);
       const auto [out_beside, lse_beside] =
           qkv::attention_with_lse(with_sharp_rows, key, value, options);

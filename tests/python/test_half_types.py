@@ -144,6 +144,20 @@ def test_rows_of_scores_far_from_zero(size, dtype):
 
 
 @half_types
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-40, 1e31])
+def test_scales_that_are_few_or_none(scale, dtype):
+    """Those that no operation takes in with log2 e, and those that it must."""
+    q, k, v = (torch.randn(2, 300, 64).to(dtype) for _ in range(3))
+    out, lse = qkv.attention_with_lse(q, k, v, is_causal=True, scale=scale)
+    expected, expected_lse, _ = definition.attention(
+        q.double(), k.double(), v.double(), is_causal=True, scale=scale
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2)
+    bound = 1e-6 * max(10.0, expected_lse.abs().max().item())
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=bound)
+
+
+@half_types
 def test_gradients_that_are_exactly_zero(dtype):
     """With one key each weight is 1, whatever the query: delta must not see the output's rounding."""
     q, k, v = (torch.randn(1, 1, n, 16, dtype=dtype, requires_grad=True) for n in (49, 1, 1))

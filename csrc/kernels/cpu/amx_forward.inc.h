@@ -7,7 +7,7 @@
 // The products of a forward tile in bfloat16 or float16 by AMX, which has the same form as the rest
 // of the tile: rows of Q are columns of its matrices.
 //
-//     S[keys][rows] = scale · (K · Qᵀ)      A = K, B = Qᵀ in pairs of its columns
+//     S[keys][rows] = K · Qᵀ                A = K, B = Qᵀ in pairs of its columns
 //     Oᵀ[Dv][rows] += Vᵀ · P                A = Vᵀ, B = P in pairs of keys, rounded
 //
 // K and Vᵀ are packed once: for all tiles of a head before these begin, or by those that take
@@ -96,6 +96,7 @@ class AmxForward {
   static constexpr int kVectors = 4;  // of rows in a tile
   static constexpr int kRows = kVectors * S::kWidth;
   using Weigher = RoughWeigher;
+  static constexpr bool kScales = false;  // scores
   static constexpr bool kRoundsWeights = true;
   static constexpr int kBlockKeys = kForwardBlockKeys;
   static constexpr int kFewRows = 0;
@@ -179,14 +180,10 @@ class AmxForward {
 
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) {
-    const auto scale = S::set(p_.scale);
     pairs_of_keys<kVectors>(
         first_key, keys, first_row, [&](int k, auto count) __attribute__((always_inline)) {
           for_each_vector<kVectors, count()>(
-              product(k), [&](int v, auto& x) __attribute__((always_inline)) {
-                for (auto& score : x) score = score * scale;
-                finish(k, v, x);
-              });
+              product(k), [&](int v, auto& x) __attribute__((always_inline)) { finish(k, v, x); });
         });
   }
 

@@ -9,7 +9,7 @@
 
 // The products of a forward tile in bfloat16, two terms at a time, summed in float32:
 //
-//     S[keys][rows] = scale · (K · Qᵀ)      pairs of columns, which lie side by side in K
+//     S[keys][rows] = K · Qᵀ                pairs of columns, which lie side by side in K
 //     Oᵀ[Dv][rows] += Vᵀ · P                pairs of keys: V is interleaved block by block, or
 //                                           once for all tiles that take turns
 //
@@ -29,6 +29,7 @@ class ForwardInPairs {
   static constexpr int kVectors = kBFloat16Vectors;
   static constexpr int kRows = kVectors * S::kWidth;
   using Weigher = RoughWeigher;
+  static constexpr bool kScales = false;  // scores
   static constexpr bool kRoundsWeights = true;
   /// Weights of 16 bits: those of twice as many keys stay in a first-level cache, and what they are
   /// added to is loaded and stored half as often.
@@ -115,17 +116,13 @@ class ForwardInPairs {
 
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) const {
-    const auto scale = S::set(p_.scale);
     const Rows<BFloat16Pair> lines = InPairs::lines(tile_, p_.key, p_.key_value_storage, first_key,
                                                     keys, p_.head_dim, block_lines_);
     tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
         0, keys, InPairs::depth(p_.head_dim), lines.first, lines.stride, UnitStride{},
         query_t_ + first_row, kRows,
         [](int64_t, int) __attribute__((always_inline)) { return S::zero(); },
-        few_at_a_time([&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
-          for (auto& score : x) score = score * scale;
-          finish(k, v, x);
-        }));
+        few_at_a_time(finish));
   }
 
   /// P[k][row]: weights of the scores, rounded; weigh(k, v, x) makes x, scores of keys from k on,

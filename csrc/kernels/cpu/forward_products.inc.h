@@ -25,6 +25,7 @@ class ForwardProducts
   static constexpr int kVectors = kForwardVectors;
   static constexpr int kRows = kVectors * Simd<T>::kWidth;
   using Weigher = ExactWeigher<T>;
+  static constexpr bool kScales = true;  // scores
   static constexpr bool kRoundsWeights = false;
   static constexpr int kBlockKeys = kForwardBlockKeys;
   /// Up to so many rows of a head have kernels of their own (few_rows.inc.h).

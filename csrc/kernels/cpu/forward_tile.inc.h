@@ -89,6 +89,7 @@ class ForwardTile {
         next_key_(first_of_eight(any_.begin)) {
     alibi_.load(p_, tile);
     drops_ = p_.dropout.threshold != 0;
+    set_scales();
     const bool has_masks = p_.attn_mask.type != MaskType::kNone || p_.key_mask.data != nullptr;
     block_keys_ = has_masks ? kForwardBlockKeys : Products::kBlockKeys;
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
@@ -157,6 +158,17 @@ class ForwardTile {
   }
 
  private:
+  /// What is left of the scale goes with the weights, unless something is added to scores or caps
+  /// them first.
+  void set_scales() {
+    if (Products::kScales) return;
+    constexpr T kLargest = T(0x1p100);  // whose products with log2 e are finite
+    const bool changes =
+        p_.softcap != T(0) || mask_.has_bias(p_) || p_.alibi_slopes.data != nullptr;
+    const bool weigher_scales = !changes && p_.scale > T(0) && p_.scale < kLargest;
+    (weigher_scales ? scale_of_weights_ : scale_of_scores_) = p_.scale;
+  }
+
   /// With Products that round weights, factor is sum / the sum of the rounded ones.
   void store_softmax(T* max, T* sum, T* factor) const {
     for (int v = 0; v < Products::kVectors; ++v) {
@@ -285,7 +297,7 @@ class ForwardTile {
       if (scores.is_capped()) {
         weigh_now(Constant<kCaps>{});
       } else {
-        with_constant(scores.changes() || drops_, weigh_now);
+        with_constant(scores.changes() || drops_ || scale_of_scores_ != T(1), weigh_now);
       }
     }
     if (!weighed) weigh<kVectors>(first_key, keys, first_vector, scores, stays, next, weights);
@@ -302,8 +314,8 @@ class ForwardTile {
   template <int kVectors>
   using Scores = ScoreRows<T, kVectors, kRows>;
 
-  /// What happens to scores before they are weighed: nothing, and no weight is dropped; or bias,
-  /// mask and dropout; or the softcap before these.
+  /// What happens to scores before they are weighed: nothing, and no weight is dropped; or scale,
+  /// bias, mask and dropout; or the softcap among these.
   enum Changes { kNone = 0, kMasks = 1, kCaps = 2 };
 
   /// P = exp(S - max) where S leaves the registers of the product, under the maxima of the keys
@@ -319,7 +331,7 @@ class ForwardTile {
     for (int v = 0; v < kVectors; ++v) {
       const auto& max = softmax_[first_vector + v].max;
       if (S::any_greater(lowest, max) || !Weigher::is_near(max)) return false;
-      weigher[v] = Weigher(max);
+      weigher[v] = Weigher(max, scale_of_weights_);
       sum[v] = S::zero();
       block_max[v] = Math::minus_infinity();
     }
@@ -330,6 +342,7 @@ class ForwardTile {
           int64_t key = k;
 #pragma GCC unroll 4
           for (auto& score : x) {
+            if constexpr (kChanges != kNone) score = scaled(score, scale_of_scores_);
             if constexpr (kChanges == kCaps) score = scores.capped(score);
             if constexpr (kChanges != kNone) score = scores.biased_and_kept(key++, v, score);
             block_max[v] = S::maximum(block_max[v], score);
@@ -339,6 +352,7 @@ class ForwardTile {
           if constexpr (kChanges != kNone) drop(stays, k, v, x);
         });
     for (int v = 0; v < kVectors; ++v) {
+      block_max[v] = scaled(block_max[v], scale_of_weights_);
       if (S::any_greater(block_max[v], softmax_[first_vector + v].limit())) {
         passes_to_come_ = kPassesAfterGrowth;
         return false;
@@ -360,18 +374,20 @@ class ForwardTile {
           fetch(k, count_of(x), v, next);
           T* line = weights + k * kRows + v * S::kWidth;
 #pragma GCC unroll 4
-          for (const auto& score : x) {
+          for (auto& score : x) {
+            score = scaled(score, scale_of_scores_);
             S::store(line, score);
             line += kRows;
             block_max[v] = S::maximum(block_max[v], score);
           }
         });
     if (scores.changes()) scores.change(keys, weights, block_max);
+    for (auto& m : block_max) m = scaled(m, scale_of_weights_);
     raise_max<kVectors>(block_max, first_vector);
     Weigher weigher[kVectors];
     Number sum[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      weigher[v] = Weigher(softmax_[first_vector + v].shift());
+      weigher[v] = Weigher(softmax_[first_vector + v].shift(), scale_of_weights_);
       sum[v] = S::zero();
     }
     products_.template weights_of_scores<kVectors>(
@@ -390,6 +406,14 @@ class ForwardTile {
     for (int v = 0; v < kVectors; ++v) {
       auto& sum = softmax_[first_vector + v].sum;
       sum = sum + sums[v];
+    }
+  }
+
+  static QKV_INLINE Number scaled(Number x, T scale) {
+    if constexpr (Products::kScales) {
+      return x;
+    } else {
+      return rounded_product(x, S::set(scale));
     }
   }
 
@@ -462,7 +486,8 @@ class ForwardTile {
   int vectors_;            // that have rows
   bool has_sums_ = false;  // in out_t_
   bool drops_;
-  int passes_to_come_ = 0;  // before registers are tried
+  T scale_of_scores_ = T(1), scale_of_weights_ = T(1);  // where Products do not scale
+  int passes_to_come_ = 0;                              // before registers are tried
 };
 
 }  // namespace qkv::kernels::QKV_ISA

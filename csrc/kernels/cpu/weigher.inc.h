@@ -14,7 +14,7 @@ class ExactWeigher {
   using Number = typename S::Number;
 
   ExactWeigher() = default;
-  QKV_INLINE explicit ExactWeigher(Number shift) : shift_(shift) {}
+  QKV_INLINE ExactWeigher(Number shift, T /*scale*/) : shift_(shift) {}
 
   /// Whether such shifts suit replace_near.
   static QKV_INLINE bool is_near(Number) { return true; }
@@ -35,11 +35,11 @@ class ExactWeigher {
   Number shift_;
 };
 
-/// To within 3e-6, to be rounded to 16 bits next, as 2^(score · log2 e - shift · log2 e), of one
-/// operation instead of two.
+/// Of scale · score, to within 3e-6, to be rounded to 16 bits next: as
+/// 2^(score · (scale · log2 e) - shift · log2 e), of one operation instead of three.
 ///
-/// Rounding the product of the shift changes all weights of a row under this maximum by one factor,
-/// within 2^-24 |shift| of 1. Outputs do not see it; but lse is off by it, and so are all weights
+/// Rounding both products changes all weights of a row under this maximum by one factor, within
+/// 2^-23 |shift| of 1. Outputs do not see it; but lse is off by it, and so are all weights
 /// of a backward. Rows with larger shifts subtract first, as they must where the product overflows.
 class RoughWeigher {
  public:
@@ -47,8 +47,12 @@ class RoughWeigher {
   using Number = S::Number;
 
   RoughWeigher() = default;
-  QKV_INLINE explicit RoughWeigher(Number shift)
-      : shift_(shift), minus_product_(shift * S::set(-kLog2E)), is_near_(is_near(shift)) {}
+  QKV_INLINE RoughWeigher(Number shift, float scale)
+      : shift_(shift),
+        minus_product_(shift * S::set(-kLog2E)),
+        scale_(S::set(scale)),
+        factor_(S::set(scale * kLog2E)),
+        is_near_(is_near(shift)) {}
 
   static QKV_INLINE bool is_near(Number shift) {
     return !S::any_greater(absolute<float>(shift), S::set(kFarthest));
@@ -59,15 +63,16 @@ class RoughWeigher {
     if (is_near_) return replace_near(x);
     const auto is_far = S::less(S::set(kFarthest), absolute<float>(shift_));
     for (auto& score : x) {
-      const auto near = S::fma(score, S::set(kLog2E), minus_product_);
-      score = S::select(is_far, (score - shift_) * S::set(kLog2E), near);
+      const auto near = S::fma(score, factor_, minus_product_);
+      const auto far = rounded_product(score, scale_) - shift_;
+      score = S::select(is_far, far * S::set(kLog2E), near);
     }
     RoughPowerOfTwo<float>::replace(x);
   }
   template <int kCount>
   QKV_INLINE void replace_near(Number (&x)[kCount]) const {
 #pragma GCC unroll 4
-    for (auto& score : x) score = S::fma(score, S::set(kLog2E), minus_product_);
+    for (auto& score : x) score = S::fma(score, factor_, minus_product_);
     RoughPowerOfTwo<float>::replace(x);
   }
 
@@ -77,6 +82,8 @@ class RoughWeigher {
 
   Number shift_;
   Number minus_product_;
+  Number scale_;
+  Number factor_;
   bool is_near_;
 };
 
