@@ -46,18 +46,8 @@ class Units {
   FloatMode float_mode_;
 };
 
-/// Runs work(unit, scratch) for every unit, on as many threads as torch has.
-template <class Work>
-void for_each_unit(int64_t count, int64_t scratch_bytes, const Work& work) {
-  Units units(count, /*one_by_one=*/false);
-  at::parallel_for(0, units.workers(), 1, [&](int64_t, int64_t) {
-    const auto scratch = c10::GetCPUAllocator()->allocate(scratch_bytes);
-    units.run(scratch.get(), work);
-  });
-}
-
-/// The same with scratch that other loops use before or after. one_by_one: if there are many units,
-/// a few next to each other may still be much of the work.
+/// Runs work(unit, scratch) for every unit, on as many threads as torch has. one_by_one: if there
+/// are many units, a few next to each other may still be much of the work.
 template <class Work>
 void for_each_unit(int64_t count, int64_t scratch_bytes, Workspace& workspace, const Work& work,
                    bool one_by_one = false) {
@@ -65,6 +55,13 @@ void for_each_unit(int64_t count, int64_t scratch_bytes, Workspace& workspace, c
   at::parallel_for(0, units.workers(), 1, [&](int64_t worker, int64_t) {
     units.run(workspace.of_worker(worker, scratch_bytes), work);
   });
+}
+
+/// The same with a workspace of its own.
+template <class Work>
+void for_each_unit(int64_t count, int64_t scratch_bytes, const Work& work) {
+  Workspace workspace;
+  for_each_unit(count, scratch_bytes, workspace, work);
 }
 
 }  // namespace qkv::cpu

@@ -2,7 +2,9 @@
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
 
+#include <memory>
 #include <vector>
 
 #if defined(__linux__)
@@ -10,6 +12,37 @@
 #endif
 
 namespace qkv::cpu {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+/// Memory of one thread that stays from call to call: pages from the system cost more than some
+/// that is done in them, and what a thread has worked in lies in its caches.
+class KeptMemory {
+ public:
+  /// So much may stay.
+  explicit KeptMemory(int64_t most_bytes) : most_bytes_(most_bytes) {}
+
+  /// At least `bytes` bytes, not initialized, valid until the next call; nullptr for more than may
+  /// stay.
+  void* at_least(int64_t bytes) {
+    if (bytes > most_bytes_) return nullptr;
+    if (bytes > bytes_) {
+      bytes_ = 0;
+      memory_.reset();
+      memory_.reset(c10::alloc_cpu(bytes));
+      bytes_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { c10::free_cpu(memory); }
+  };
+  const int64_t most_bytes_;
+  int64_t bytes_ = 0;
+  std::unique_ptr<void, Free> memory_;
+};
 
 /// Memory of loops that run one after the other, not initialized: of each thread, and buffers of
 /// all. What is large comes from the system and goes back to it in the end. In the allocator, where
@@ -20,8 +53,16 @@ class Workspace {
 
   /// At least `bytes` bytes, valid until the next call. Each worker asks for its own, so that
   /// memory is first touched by the thread that uses it.
-  void* of_worker(int64_t worker, int64_t bytes) { return of_workers_[worker].at_least(bytes); }
-  void* buffers(int64_t bytes) { return buffers_.at_least(bytes); }
+  void* of_worker(int64_t worker, int64_t bytes) {
+    thread_local KeptMemory kept(4 * kMiB);
+    void* const memory = kept.at_least(bytes);
+    return memory != nullptr ? memory : of_workers_[worker].at_least(bytes);
+  }
+  void* buffers(int64_t bytes) {
+    thread_local KeptMemory kept(8 * kMiB);  // only a calling thread's
+    void* const memory = kept.at_least(bytes);
+    return memory != nullptr ? memory : buffers_.at_least(bytes);
+  }
 
  private:
   class Piece {
@@ -38,8 +79,7 @@ class Workspace {
    private:
     static c10::DataPtr allocate(int64_t bytes) {
 #if defined(__linux__)
-      constexpr int64_t kLarge = int64_t{1} << 20;
-      if (bytes >= kLarge) {
+      if (bytes >= kMiB) {
         const auto size = static_cast<size_t>(bytes);
         void* memory =
             mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

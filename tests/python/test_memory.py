@@ -106,3 +106,31 @@ def test_expanded_masks_are_copied_once():
     assert done.returncode == 0, done.stderr
     for mebibytes in done.stdout.split():
         assert 1 <= float(mebibytes) < 16  # for each head: 64
+
+
+PAGES = r"""
+import resource, torch, qkv
+
+query, key, value = (torch.randn(1, 1, 64, 512, requires_grad=True) for _ in range(3))
+out = qkv.attention(query, key, value)
+
+def backward():
+    torch.autograd.grad(out, (query, key, value), out, retain_graph=True)
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+for _ in range(5):
+    backward()
+before = faults()
+for _ in range(20):
+    backward()
+print((faults() - before) / 20)
+"""
+
+
+def test_scratch_stays_from_call_to_call():
+    """A call works in a mebibyte or two, which is more than these gradients: 128 KiB each."""
+    done = subprocess.run([sys.executable, "-c", PAGES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 20  # pages of 4 KiB: else some 400
