@@ -45,17 +45,16 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   backward.lse = static_cast<const T*>(forward.lse.const_data_ptr());
   backward.lse_rest = static_cast<const T*>(forward.lse_rest.const_data_ptr());
   backward.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
-  backward.splits = number_of_splits(backward.problem.keys);
-  const auto slope_gradient = c10::GetCPUAllocator()->allocate(
-      needs[4] ? backward.splits * forward.lse.numel() * sizeof(T) : 0);
-  backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
-
   const auto& kernels = kernels_for(backward.problem);
   // The mask's gradient would need a pass with other scores.
   const kernels::BackwardKernels<T>* of_few_rows =
       needs[3] ? nullptr : few_rows_backward_for(backward.problem);
   const kernels::BackwardKernels<T>& of_splits =
       of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(backward.problem);
+  backward.splits = number_of_splits(backward.problem.keys, of_splits.least_keys_of_split);
+  const auto slope_gradient = c10::GetCPUAllocator()->allocate(
+      needs[4] ? backward.splits * forward.lse.numel() * sizeof(T) : 0);
+  backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
   const bool owns_mask = of_splits.mask_gradient != nullptr;
   const kernels::BackwardKernels<T>& of_mask = owns_mask ? of_splits : kernels;
   const bool in_16_bits = &of_splits != &kernels;
@@ -73,12 +72,17 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
     lse_of_numbers.emplace(false, backward.problem, lse_of_forward, rest_of_forward);
     lse_of_numbers->set_lse(for_mask);
   }
-  // With a mask's gradient a unit stays one split: the more units, the more threads can add to it.
-  if (!needs[3]) {
-    const kernels::Problem<T>& p = backward.problem;
+  const kernels::Problem<T>& p = backward.problem;
+  const int64_t most = of_splits.most_splits_of_unit(backward);
+  if (needs[3]) {
+    // The more units, the more threads can add to the mask's gradient; but each packs the rows.
+    const bool are_short = p.keys < 512 * backward.splits;
+    const bool in_pairs =
+        are_short && splits_may_add_to_mask(backward, Split::kKeys, pieces(backward.splits, 2));
+    backward.splits_of_unit = in_pairs ? std::min<int64_t>(most, 2) : 1;
+  } else {
     backward.splits_of_unit =
-        best_splits_of_unit(of_splits.most_splits_of_unit(backward), backward.splits,
-                            p.batch * p.kv_heads, sees_all(p.band));
+        best_splits_of_unit(most, backward.splits, p.batch * p.kv_heads, sees_all(p.band));
   }
   Workspace workspace;
   SplitPass<T, kernels::BackwardParams<T>> splits{};

@@ -95,7 +95,8 @@ void run_backward_backward(const Tensors& t, Workspace& workspace) {
   backward.slope_gradient_of_rows = t.needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
   backward.splits = 1;  // of the keys
   // Not 8: each has a buffer for gradients of all keys and values.
-  params.splits = std::min<int64_t>(number_of_splits(p.query_heads / p.kv_heads * p.queries), 4);
+  params.splits =
+      std::min<int64_t>(number_of_splits(p.query_heads / p.kv_heads * p.queries, 512), 4);
   const auto prepared = prepare_heads(
       p, tangents.second_order_prepared_bytes(params),
       [&](int64_t head, void* to) { tangents.prepare_second_order(params, head, to); });

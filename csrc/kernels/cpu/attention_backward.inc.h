@@ -79,7 +79,9 @@ inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
          Simd<T>::kWidth;
 }
 
-constexpr int64_t kMostSplitsOfUnit = 4;
+constexpr int64_t kLeastKeysOfSplit = 256, kMostSplitsOfUnit = 8;
+/// Parts of dQᵀ that a unit has at a time: those of 4 splits, of 2, of 1 and the one before.
+constexpr int64_t kMostPartsOfUnit = 4;
 
 /// A unit of several splits loads the rows of a tile once for all of them and leaves one part of
 /// dQ. But what it reads and writes of its keys should not lie far behind a second-level cache.
@@ -112,25 +114,28 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   using Tile = BackwardTile<Scores, kBackwardVectors>;
   const int64_t numbers = Tile::scratch_numbers(p) +
                           GradientProducts<Scores, kBackwardVectors>::scratch_numbers(p) +
-                          params.splits_of_unit * p.head_dim * Tile::kRows + widths * keys +
+                          kMostPartsOfUnit * p.head_dim * Tile::kRows + widths * keys +
                           Tile::numbers_of_copies(p, keys);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
 /// Parts begin .. end of `size` numbers, added up two and two where the first of them lies: part(i)
-/// says where, nullptr if there is none. So may be the sum.
-template <class T, class Part>
-inline T* sum_of_parts(int64_t begin, int64_t end, int64_t size, const Part& part) {
+/// says where, nullptr if there is none. So may be the sum. added(part) is called for one that was
+/// added to another, which may be used anew.
+template <class T, class Part, class Added>
+inline T* sum_of_parts(int64_t begin, int64_t end, int64_t size, const Part& part,
+                       const Added& added) {
   using S = Simd<T>;
   if (end - begin == 1) return part(begin);
   int64_t half = 1;
   while (2 * half < end - begin) half *= 2;
-  T* const sum = sum_of_parts<T>(begin, begin + half, size, part);
-  T* const rest = sum_of_parts<T>(begin + half, end, size, part);
+  T* const sum = sum_of_parts<T>(begin, begin + half, size, part, added);
+  T* const rest = sum_of_parts<T>(begin + half, end, size, part, added);
   if (sum == nullptr || rest == nullptr) return sum == nullptr ? rest : sum;
   for (int64_t x = 0; x < size; x += S::kWidth) {
     S::store(sum + x, S::load(sum + x) + S::load(rest + x));
   }
+  added(rest);
   return sum;
 }
 
@@ -140,10 +145,11 @@ template <class T, class HasPart>
 inline T* sum_of_units(const BackwardParams<T>& params, int64_t head, int64_t tiles, int64_t t,
                        int64_t size, HasPart has_part) {
   const int64_t units = units_of_head(params);
-  return sum_of_parts<T>(0, units, size, [&](int64_t unit) {
-    T* const part = params.partial_grad_query + ((head * units + unit) * tiles + t) * size;
-    return has_part(unit) ? part : nullptr;
-  });
+  const auto part = [&](int64_t unit) {
+    T* const of_unit = params.partial_grad_query + ((head * units + unit) * tiles + t) * size;
+    return has_part(unit) ? of_unit : nullptr;
+  };
+  return sum_of_parts<T>(0, units, size, part, [](T*) {});
 }
 
 /// dQ of a tile from dQᵀ, which may be nullptr if its rows see nothing; `zeros` has room for it.
@@ -182,7 +188,7 @@ class BackwardUnit {
                   params.grad_mask.data != nullptr),
         gradients_(work_, work_.end_of_scratch) {
     own_parts_ = work_.end_of_scratch + Gradients::scratch_numbers(p_);
-    T* own = own_parts_ + params.splits_of_unit * p_.head_dim * kRows;
+    T* own = own_parts_ + kMostPartsOfUnit * p_.head_dim * kRows;
     for (int64_t split = splits_.begin; split < splits_.end; ++split) {
       const KeyRange keys = keys_of_split(params, split);
       const int64_t i = split - splits_.begin;
@@ -219,16 +225,23 @@ class BackwardUnit {
     }
     work_.ahead.begin_tile(params_, work_.tile, t + 1 < tiles ? &next_tile_ : nullptr,
                            is_head && needs_query);
-    T* own = own_parts_;
-    T* to = is_head ? own : params_.partial_grad_query + (unit_ * tiles + t) * size;
+    // The first part is where the sum is to be, others lie one after the other.
+    T* const sum = is_head ? own_parts_ : params_.partial_grad_query + (unit_ * tiles + t) * size;
+    T* next = is_head ? own_parts_ + size : own_parts_;
+    T* to = sum;
     const auto part = [&](int64_t split) -> T* {
       add_split(split, to);
       if (!needs_query || !work_.sees(keys_of_split(params_, split))) return nullptr;
       T* const written = to;
-      to = own += size;
+      to = next;
+      next += size;
       return written;
     };
-    T* grad_query_t = sum_of_parts<T>(splits_.begin, splits_.end, size, part);
+    const auto added = [&](T* last) {
+      to = last;
+      next = last + size;
+    };
+    T* grad_query_t = sum_of_parts<T>(splits_.begin, splits_.end, size, part, added);
     if (is_head && needs_query) {
       unpack_grad_query(params_, work_.tile, grad_query_t, own_parts_);
     }
@@ -247,7 +260,7 @@ class BackwardUnit {
     for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
       const int block =
           range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
-      fetch_keys(n + block, range.end, of_key, of_value);
+      fetch_keys(n + block, split);
       const TileState state = work_.load_block(n, block);
       if (state == TileState::kEmpty) continue;
       const bool partial = state == TileState::kPartial;
@@ -279,19 +292,22 @@ class BackwardUnit {
     }
   }
 
-  /// Of the block of keys from `begin` on, which ends at `end` at the latest: those that are new
-  /// are fetched while the block before it is worked on.
-  void fetch_keys(int64_t begin, int64_t end, const KeySums<T>& of_key,
-                  const KeySums<T>& of_value) {
+  /// Of the block of keys from `begin` on, of this split or the next: those that are new are
+  /// fetched while the block before it is worked on.
+  void fetch_keys(int64_t begin, int64_t split) {
     if (begin < end_of_fetched_) begin = end_of_fetched_;
+    int64_t end = keys_of_split(params_, split).end;
+    if (begin >= end && split + 1 < splits_.end) end = keys_of_split(params_, ++split).end;
+    if (const int64_t end_of_seen = work_.keys_of_rows().end; end_of_seen < end) end = end_of_seen;
     if (begin + kBackwardBlockKeys < end) end = begin + kBackwardBlockKeys;
     if (begin >= end) return work_.ahead.begin_block({});
     end_of_fetched_ = end;
     const auto stored = [&](const Operand<const T>& x, int64_t width) {
       return next_rows<T>(work_.tile, x, p_.key_value_storage, {begin, end}, width);
     };
+    const int64_t i = split - splits_.begin;
     work_.ahead.begin_block({stored(p_.key, p_.head_dim), stored(p_.value, p_.value_dim),
-                             of_key.rows(begin, end), of_value.rows(begin, end)});
+                             key_sums_[i].rows(begin, end), value_sums_[i].rows(begin, end)});
   }
 
   const BackwardParams<T>& params_;
@@ -302,7 +318,7 @@ class BackwardUnit {
   int64_t end_of_fetched_ = 0;  // keys
   Work work_;
   Gradients gradients_;
-  T* own_parts_;  // of dQᵀ of a tile, [split][D][rows]
+  T* own_parts_;  // of dQᵀ of a tile, [kMostPartsOfUnit][D][rows]
   KeySums<T> key_sums_[kMostSplitsOfUnit], value_sums_[kMostSplitsOfUnit];
   T* copies_of_keys_;
 };
@@ -363,13 +379,10 @@ inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, 
 /// Scores says how S and dP are multiplied (score_products.inc.h).
 template <class Scores, class T = typename Scores::Number>
 constexpr BackwardKernels<T> make_backward_kernels() {
-  return {backward_row_tiles<T>,
-          most_splits_of_unit<T>,
-          backward_scratch_bytes<Scores, T>,
-          partial_grad_query_size<T>,
-          attention_backward<Scores, T>,
-          sum_grad_query<T>,
-          mask_gradient_scratch_bytes<Scores, T>,
+  return {kLeastKeysOfSplit,          backward_row_tiles<T>,
+          most_splits_of_unit<T>,     backward_scratch_bytes<Scores, T>,
+          partial_grad_query_size<T>, attention_backward<Scores, T>,
+          sum_grad_query<T>,          mask_gradient_scratch_bytes<Scores, T>,
           mask_gradient<Scores, T>};
 }
 
