@@ -45,6 +45,7 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   backward.lse = static_cast<const T*>(forward.lse.const_data_ptr());
   backward.lse_rest = static_cast<const T*>(forward.lse_rest.const_data_ptr());
   backward.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
+
   const auto& kernels = kernels_for(backward.problem);
   // The mask's gradient would need a pass with other scores.
   const kernels::BackwardKernels<T>* of_few_rows =
@@ -55,6 +56,7 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   const auto slope_gradient = c10::GetCPUAllocator()->allocate(
       needs[4] ? backward.splits * forward.lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
+
   const bool owns_mask = of_splits.mask_gradient != nullptr;
   const kernels::BackwardKernels<T>& of_mask = owns_mask ? of_splits : kernels;
   const bool in_16_bits = &of_splits != &kernels;

@@ -25,8 +25,9 @@ inline void put(const Gradients& grads, const Gradients& results) {
   }
 }
 
-/// How many parts the keys, or the rows, of a head are cut into. Of their number alone: the bits of
-/// a gradient depend on it, and must not depend on the number of threads or on the batch.
+/// How many parts the keys, or the rows, of a head are cut into, of `least` or more. Of their
+/// number alone: the bits of a gradient depend on it, and must not depend on the number of threads
+/// or on the batch.
 inline int64_t number_of_splits(int64_t length, int64_t least) {
   return std::clamp<int64_t>(length / least, 1, 8);
 }
