@@ -53,6 +53,10 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   const kernels::BackwardKernels<T>& of_splits =
       of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(backward.problem);
   backward.splits = number_of_splits(backward.problem.keys, of_splits.least_keys_of_split);
+  // Units of one split each pack the rows: the longer these are, the better.
+  if (of_splits.most_splits_of_unit(backward) == 1) {
+    backward.splits = number_of_splits(backward.problem.keys, 512);
+  }
   const auto slope_gradient = c10::GetCPUAllocator()->allocate(
       needs[4] ? backward.splits * forward.lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
