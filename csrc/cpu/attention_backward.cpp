@@ -52,8 +52,8 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
       needs[3] ? nullptr : few_rows_backward_for(backward.problem);
   const kernels::BackwardKernels<T>& of_splits =
       of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(backward.problem);
-  backward.splits = number_of_splits(backward.problem.keys, of_splits.least_keys_of_split);
-  // Units of one split each pack the rows: the longer these are, the better.
+  backward.splits = number_of_splits(backward.problem.keys, 256);
+  // Where a unit is one split, each split packs the rows: longer ones do so less often.
   if (of_splits.most_splits_of_unit(backward) == 1) {
     backward.splits = number_of_splits(backward.problem.keys, 512);
   }

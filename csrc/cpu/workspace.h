@@ -15,8 +15,8 @@ namespace qkv::cpu {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-/// Memory of one thread that stays from call to call: pages from the system cost more than some
-/// that is done in them, and what a thread has worked in lies in its caches.
+/// Memory of one thread that stays from call to call: new pages can cost more than the work that is
+/// done in them, and what a thread has worked in lies in its caches.
 class KeptMemory {
  public:
   /// So much may stay.
@@ -45,8 +45,9 @@ class KeptMemory {
 };
 
 /// Memory of loops that run one after the other, not initialized: of each thread, and buffers of
-/// all. What is large comes from the system and goes back to it in the end. In the allocator, where
-/// results that stay lie in between, pieces of it would add up from call to call.
+/// all. What is too large for threads to keep comes from the system and goes back to it in the end.
+/// In the allocator, where results that stay lie in between, pieces of it would add up from call to
+/// call.
 class Workspace {
  public:
   Workspace() : of_workers_(at::get_num_threads()) {}
@@ -79,7 +80,7 @@ class Workspace {
    private:
     static c10::DataPtr allocate(int64_t bytes) {
 #if defined(__linux__)
-      if (bytes >= kMiB) {
+      if (bytes > 0) {
         const auto size = static_cast<size_t>(bytes);
         void* memory =
             mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -425,8 +425,7 @@ inline void amx_sum_grad_query(const BackwardParams<float>& params, int64_t firs
 }
 
 constexpr HalfBackwardKernels make_amx_backward_kernels() {
-  constexpr int64_t kKeysOfSplit = 512;  // each packs the rows for itself
-  return {{kKeysOfSplit, amx_backward_row_tiles, one_split<float>, amx_backward_scratch_bytes,
+  return {{amx_backward_row_tiles, one_split<float>, amx_backward_scratch_bytes,
            amx_partial_grad_query_size, amx_backward, amx_sum_grad_query, nullptr, nullptr},
           amx_backward_takes};
 }

@@ -79,7 +79,7 @@ inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
          Simd<T>::kWidth;
 }
 
-constexpr int64_t kLeastKeysOfSplit = 256, kMostSplitsOfUnit = 8;
+constexpr int64_t kMostSplitsOfUnit = 8;
 /// Parts of dQᵀ that a unit has at a time: those of 4 splits, of 2, of 1 and the one before.
 constexpr int64_t kMostPartsOfUnit = 4;
 
@@ -379,10 +379,13 @@ inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, 
 /// Scores says how S and dP are multiplied (score_products.inc.h).
 template <class Scores, class T = typename Scores::Number>
 constexpr BackwardKernels<T> make_backward_kernels() {
-  return {kLeastKeysOfSplit,          backward_row_tiles<T>,
-          most_splits_of_unit<T>,     backward_scratch_bytes<Scores, T>,
-          partial_grad_query_size<T>, attention_backward<Scores, T>,
-          sum_grad_query<T>,          mask_gradient_scratch_bytes<Scores, T>,
+  return {backward_row_tiles<T>,
+          most_splits_of_unit<T>,
+          backward_scratch_bytes<Scores, T>,
+          partial_grad_query_size<T>,
+          attention_backward<Scores, T>,
+          sum_grad_query<T>,
+          mask_gradient_scratch_bytes<Scores, T>,
           mask_gradient<Scores, T>};
 }
 

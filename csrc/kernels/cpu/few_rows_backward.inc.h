@@ -367,8 +367,7 @@ inline int64_t one_unit(const Problem<T>&) {
 /// The mask's gradient is left to others.
 template <class OfForward, class T = typename OfForward::Real>
 constexpr BackwardKernels<T> make_few_rows_backward_kernels() {
-  return {kLeastKeysOfSplit,
-          one_unit<T>,
+  return {one_unit<T>,
           one_split<T>,
           few_rows_backward_scratch_bytes<OfForward, T>,
           few_rows_partial_grad_query_size<T>,

@@ -30,7 +30,6 @@ struct ForwardKernels {
 
 template <class T>
 struct BackwardKernels {
-  int64_t least_keys_of_split;  // if there are so many
   int64_t (*backward_row_tiles)(const Problem<T>&);
   int64_t (*most_splits_of_unit)(const BackwardParams<T>&);  // that are worth it
   int64_t (*backward_scratch_bytes)(const BackwardParams<T>&);
