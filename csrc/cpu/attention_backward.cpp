@@ -132,7 +132,7 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   if (grad_lse) dense_grad_lse = grad_lse->contiguous();
   // A sum over heads is rounded once.
   Gradients grads = results;
-  if (needs[3]) grads[3] = writable(results[3], real).zero_();
+  if (needs[3]) grads[3] = sums_of_mask(results[3], real);
   if (real == at::kDouble) {
     run_backward<double>(x, incoming, dense_grad_lse, of_forward, grads, needs);
   } else {

@@ -166,7 +166,7 @@ TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad
     const Gradients to = heads.of(grads, t.needs);
     t.grads = to;
     // As in the backward: a sum over heads is rounded once.
-    if (t.needs[3]) t.grads[3] = writable(to[3], real).zero_();
+    if (t.needs[3]) t.grads[3] = sums_of_mask(to[3], real);
     if (x.key.size(-2) == 0) {
       for (size_t i = 0; i < 5; ++i) t.grads[i].zero_();
     }

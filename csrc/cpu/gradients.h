@@ -25,9 +25,17 @@ inline void put(const Gradients& grads, const Gradients& results) {
   }
 }
 
-/// How many parts the keys, or the rows, of a head are cut into, of `least` or more. Of their
-/// number alone: the bits of a gradient depend on it, and must not depend on the number of threads
-/// or on the batch.
+/// Where a mask's gradient is summed: `result`, or what that is rounded from. To each element of
+/// one without rows or without columns so many pairs add that kernels sum it in double.
+inline Tensor sums_of_mask(const Tensor& result, at::ScalarType real) {
+  const bool has_rows = result.dim() >= 2 && result.size(-2) > 1,
+             has_columns = result.dim() >= 1 && result.size(-1) > 1;
+  return writable(result, has_rows && has_columns ? real : at::kDouble).zero_();
+}
+
+/// How many parts the keys, or the rows, of a head are cut into, of `least` or more. Of sizes of a
+/// head alone: the bits of a gradient depend on it, and must not depend on the number of threads or
+/// on the batch.
 inline int64_t number_of_splits(int64_t length, int64_t least) {
   return std::clamp<int64_t>(length / least, 1, 8);
 }
@@ -111,9 +119,12 @@ bool splits_may_add_to_mask(const kernels::BackwardParams<T>& backward, Split wh
   const kernels::Operand<T>& mask = backward.grad_mask;
   if (mask.data == nullptr) return false;
   if ((what == Split::kKeys ? mask.column_stride : mask.row_stride) == 0) return false;
-  // Tiles mix the heads of a group.
-  const bool sums_rows_or_keys = mask.row_stride == 0 || mask.column_stride == 0;
-  if (sums_rows_or_keys && p.query_heads != p.kv_heads) return false;
+  // Tiles mix the heads of a group, and those of one query may be in tiles of two parts of the
+  // rows.
+  if (p.query_heads != p.kv_heads) {
+    if (mask.row_stride == 0 || mask.column_stride == 0) return false;
+    if (what == Split::kRows && splits > 1 && mask.head_stride == 0) return false;
+  }
   int64_t apart = splits * (mask.head_stride != 0 ? p.kv_heads : 1);
   for (int d = 0; d < p.batch_rank; ++d) apart *= mask.batch_stride[d] != 0 ? p.batch_size[d] : 1;
   const int64_t threads = at::get_num_threads();

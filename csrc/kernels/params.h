@@ -133,8 +133,8 @@ struct BackwardParams {
   // Each row's share of the gradient of its head's slope, [split][B][Hq][M], or nullptr.
   T* slope_gradient_of_rows;
   // Of a float attn_mask, summed over the dimensions in which the mask is broadcast: those have
-  // stride 0 here. Numbers of T whatever the storage. Splits add to it; or it is left to a kernel
-  // of its own.
+  // stride 0 here. Numbers of T whatever the storage; on a CPU of double if it has no rows or no
+  // columns. Splits add to it; or it is left to a kernel of its own.
   Operand<T> grad_mask;
 };
 

@@ -207,6 +207,29 @@ TEST(Invariance, GradientOfAMaskThatIsBroadcast) {
   at::set_num_threads(before);
 }
 
+/// In second order the rows of one query, which share a row of the mask, may be in tiles of two
+/// parts of the rows.
+TEST(Invariance, GradientOfAMaskThatHeadsOfAGroupShare) {
+  Problem problem;
+  problem.query = torch::randn({2, 3, 401, 24});
+  problem.key = torch::randn({2, 1, 130, 24});
+  problem.value = torch::randn({2, 1, 130, 17});
+  problem.grad = torch::randn({2, 3, 401, 17});
+  problem.slopes = 1e-3 * torch::rand({3});  // or rows would see the last keys only
+  problem.sinks = torch::randn({3});
+  const int before = at::get_num_threads();
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{401, 130}, {2, 1, 401, 130}}) {
+    problem.mask = torch::randn(shape);
+    at::set_num_threads(1);
+    const Results expected = problem.run();
+    for (int threads : {2, 3, 4, 16}) {
+      at::set_num_threads(threads);
+      EXPECT_TRUE(problem.run() == expected) << shape << ", " << threads << " threads";
+    }
+  }
+  at::set_num_threads(before);
+}
+
 /// More heads than have buffers at a time, of keys and of rows that are cut in two.
 TEST(Invariance, HeadsThatTakeOverBuffers) {
   Problem problem;

@@ -12,11 +12,11 @@
 //     dV += P dO          dK += scale · dS Q            dQ += scale · dSᵀ K
 //                                       (gradient_products.inc.h)
 //
-// The keys of a head are cut into ranges ("splits", their number a function of N alone). One unit
-// of work is a split, or several side by side where there are units enough for all threads: it owns
-// dK and dV of its keys and walks over all rows that see them. If a head has several units, each
-// leaves its part of dQ in a buffer of its own, and sum_grad_query adds them. So there are five
-// products and no atomics. The parts of splits are added two and two, in a unit and from the
+// The keys of a head are cut into ranges ("splits", their number a function of sizes alone). One
+// unit of work is a split, or several side by side where there are units enough for all threads: it
+// owns dK and dV of its keys and walks over all rows that see them. If a head has several units,
+// each leaves its part of dQ in a buffer of its own, and sum_grad_query adds them. So there are
+// five products and no atomics. The parts of splits are added two and two, in a unit and from the
 // buffers alike,
 //
 //     ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
