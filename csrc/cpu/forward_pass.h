@@ -67,6 +67,9 @@ class LseOfDerivatives {
     lse_rest_ = params.lse_rest;
   }
 
+  /// Whether the forward computed other scores.
+  bool is_of_its_own() const { return memory_.get() != nullptr; }
+
   /// Sets lse in the params of a derivative, which must not outlive this.
   template <class Params>
   void set_lse(Params& params) const {

@@ -365,6 +365,56 @@ def test_keys_with_much_in_common(rows, is_causal, has_sinks, dtype):
         assert (a - e).norm() <= 2 * (s - e).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [5, 700])
+def test_slopes_that_move(rows, dtype):
+    """Far keys, which a row hardly sees, say nothing of how the scores move that it is made of."""
+    g = samples.generator(7)
+    slopes = torch.tensor([0.5, 0.125])
+    q, grad_out = (torch.randn(1, 2, rows, 64, generator=g).to(dtype) for _ in range(2))
+    k, v = (torch.randn(1, 2, 700, 64, generator=g).to(dtype) for _ in range(2))
+    offset = 700 - rows
+
+    def plain(q, k, v, slopes):
+        distance = (torch.arange(rows)[:, None] + offset - torch.arange(700)).to(q.dtype)
+        scores = q @ k.mT / 8 - slopes.to(q.dtype)[:, None, None] * distance.abs()
+        return scores.masked_fill(distance < 0, -math.inf).softmax(-1) @ v
+
+    def fused(q, k, v, slopes):
+        return qkv.attention(q, k, v, is_causal=True, query_offset=offset, alibi_slopes=slopes)
+
+    def derivatives(attend, dtype):
+        of_slopes = lambda s: attend(*(x.to(dtype) for x in (q, k, v)), s)  # noqa: E731
+        moving = slopes.to(torch.promote_types(dtype, torch.float32))
+        moved = jvp(of_slopes, (moving,), (torch.ones_like(moving),))[1]
+        moving.requires_grad_()
+        incoming = grad_out.to(dtype).requires_grad_()
+        (grad_slopes,) = torch.autograd.grad(
+            of_slopes(moving), moving, incoming, create_graph=True
+        )
+        return moved.double(), torch.autograd.grad(grad_slopes.sum(), incoming)[0].double()
+
+    exact, same_dtype = derivatives(plain, torch.float64), derivatives(plain, dtype)
+    for a, e, s in zip(derivatives(fused, dtype), exact, same_dtype, strict=True):
+        assert (a - e).norm() <= 2 * (s - e).norm()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 9])
+def test_keys_with_much_in_common_of_few_rows(rows):
+    """Whose output is of other sums than the scores of second order and forward mode."""
+    g = samples.generator(8)
+    q, x = (torch.randn(1, 2, rows, 128, generator=g) for _ in range(2))
+    k, v = torch.randn(1, 2, 512, 128, generator=g) + 30, torch.randn(1, 2, 512, 128, generator=g)
+
+    def moved(attend, dtype):
+        of_query = lambda q: attend(q, k.to(dtype), v.to(dtype))  # noqa: E731
+        return jvp(of_query, (q.to(dtype),), (x.to(dtype),))[1].double()
+
+    exact, same_dtype = moved(plain_attention, torch.float64), moved(plain_attention, torch.float32)
+    error = (moved(qkv.attention, torch.float32) - exact).norm().item()
+    assert error <= 8 * (same_dtype - exact).norm().item()
+
+
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_graph_is_gone_after_its_backward(order):
     x = torch.randn(2, 5, 8, requires_grad=True)

@@ -82,14 +82,6 @@ inline int64_t second_order_partial_size(const SecondOrderParams<T>& params) {
   return params.splits * KeyGradients<T>::size(params.jvp.problem);
 }
 
-/// Blocks of keys of which P and S' of a tile of rows are kept from the first to the second time
-/// that they are needed. With more keys they are computed twice.
-template <class T>
-inline int64_t kept_blocks(const Problem<T>& p) {
-  constexpr int64_t kMostKeys = 1 << 14;
-  return p.keys <= kMostKeys ? backward_blocks(p) : 0;
-}
-
 /// Some of the tiles of rows of one key/value head.
 template <class Products>
 class SecondOrderUnit {
@@ -112,7 +104,7 @@ class SecondOrderUnit {
         work_(params.second,
               of_head(params.prepared, head_, Products::prepared_bytes(matrices_of(params.second))),
               scratch),
-        output_(work_, work_.end_of_scratch),
+        output_(work_, params.jvp, work_.end_of_scratch),
         grad_query_(work_.end_of_scratch + output_.scratch_numbers(p_)),
         kept_(grad_query_ + grad_query_t_size<Products>(p_)),
         of_keys_(p_, kept_ + kept_blocks(p_) * Work::block_numbers(p_)) {
@@ -126,7 +118,7 @@ class SecondOrderUnit {
     needs_gradients_ = needs_query_ || needs_key_ || needs_value_ ||
                        backward_.grad_mask.data != nullptr ||
                        backward_.slope_gradient_of_rows != nullptr;
-    keeps_ = needs_gradients_ && kept_blocks(p_) > 0;
+    keeps_ = (needs_gradients_ || output_.takes_means) && kept_blocks(p_) > 0;
   }
 
   /// Under a causal mask every so many tiles see as many keys as others do.
@@ -147,29 +139,28 @@ class SecondOrderUnit {
   using Work = BackwardTangentTile<Products>;
   static constexpr int kRows = Work::kRows;
 
-  /// f(first key, keys) for the blocks that rows of the tile see.
-  template <class F>
-  void for_each_block(F f) {
-    for (int64_t n = first_key_; n < keys_.end; n += Work::kBlockKeys) {
-      if (keeps_) {
-        work_.use_block(kept_ + (n - first_key_) / Work::kBlockKeys * Work::block_numbers(p_));
-      }
-      const int64_t left = keys_.end - n;
-      f(n, left < Work::kBlockKeys ? static_cast<int>(left) : Work::kBlockKeys);
-    }
-  }
+  SeenBlocks<Work> seen_blocks() { return {work_, keys_, first_key_, keeps_ ? kept_ : nullptr}; }
 
   /// O' and lse'.
   void move_outputs() {
     output_.start();
     T* still = p_.dropout.threshold != 0 ? work_.ds_t_tile : nullptr;
-    for_each_block([&](int64_t n, int keys) {
-      if (work_.load_scores(n, keys) == TileState::kEmpty) return;
+    const auto blocks = seen_blocks();
+    if (output_.takes_means) {
+      blocks.for_each([&](int64_t n, int keys) {
+        if (work_.load_scores(n, keys) != TileState::kEmpty) output_.add_to_means(keys);
+      });
+      output_.end_means();
+    }
+    const bool again = output_.takes_means && keeps_;
+    blocks.for_each([&](int64_t n, int keys) {
+      const TileState state = again ? work_.reload_scores(n, keys) : work_.load_scores(n, keys);
+      if (state == TileState::kEmpty) return;
       if (keeps_) {
-        output_.template add_block<true>(keys, work_.ds_tile,
+        output_.template add_block<true>(keys, again, work_.ds_tile,
                                          still != nullptr ? still : work_.p_tile);
       } else {
-        output_.template add_block<false>(keys, work_.scores_t, work_.p_tile);
+        output_.template add_block<false>(keys, false, work_.scores_t, work_.p_tile);
       }
     });
     output_.write(params_.jvp);
@@ -181,7 +172,7 @@ class SecondOrderUnit {
     if (needs_query_) set_to_zero(grad_query_, grad_query_t_size<Products>(p_));
     set_to_zero(slope_gradient_, kRows);
     work_.load_numbers();
-    for_each_block([&](int64_t n, int keys) {
+    seen_blocks().for_each([&](int64_t n, int keys) {
       const TileState state = keeps_ ? work_.reload_block(n, keys) : work_.load_block(n, keys);
       if (state != TileState::kEmpty) add_block(n, keys);
     });

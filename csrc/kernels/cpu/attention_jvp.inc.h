@@ -4,8 +4,8 @@
 #include "kernels/cpu/tangent_tile.inc.h"
 
 // The derivative of attention along directions of its operands, one tile of query rows, in one
-// pass over the keys (to P and S': tangent_tile.inc.h). W is the weight of the sink, R what dropout
-// multiplies the weights with.
+// pass over the keys or two (to P and S': tangent_tile.inc.h). W is the weight of the sink, R what
+// dropout multiplies the weights with.
 //
 //     lse' = rowsum(P ∘ S') + W ∘ sink'
 //     O'   = (R ∘ P ∘ S') V + (R ∘ P) V' - lse' ∘ O
@@ -13,9 +13,10 @@
 // If P ∘ S' is rounded before it is multiplied, what it adds up to then takes the place of its sum
 // before O: what all values have in common still moves nothing.
 //
-// Nor does what the S' of a row have in common, as when all keys do. Of operands in 16 bits it
-// would be multiplied with the rounding of weights, here and in the forward's O, so a row's mean
-// over the first block that it keeps a key of is taken from its S', and from sink' too:
+// Nor does what the S' of a row have in common, as when all keys do. If the forward's O is of other
+// weights, rounded ones or those of few rows, it would be multiplied with how they differ. So a
+// pass before finds the mean that the weights of a row give its S', which is taken from these and
+// from sink':
 //
 //     lse' = mean + rowsum(P ∘ (S' - mean)) + W ∘ (sink' - mean)
 //     O'   = (R ∘ P ∘ (S' - mean)) V + (R ∘ P) V' - (lse' - mean) ∘ O
@@ -41,17 +42,20 @@ struct OutputTangent {
   Work& work;
   T* out_t;  // [Dv][rows], without - (lse' - mean) ∘ O
   bool rounds;
-  bool lacks_means;
+  bool takes_means;
   alignas(64) T mean[kRows];     // of S', or 0
+  alignas(64) T weights[kRows];  // that it is of
   alignas(64) T lse_t[kRows];    // lse' - mean
   alignas(64) T rounded[kRows];  // sums of P ∘ (S' - mean) as multiplied
-  bool has_mean[kRows];
 
   static int64_t scratch_numbers(const Problem<T>& p) {
     return Products::sum_rows(p.value_dim) * kRows;
   }
 
-  OutputTangent(Work& tangent_tile, T* scratch) : work(tangent_tile), out_t(scratch) {
+  OutputTangent(Work& tangent_tile, const JvpParams<T>& params, T* scratch)
+      : work(tangent_tile),
+        out_t(scratch),
+        takes_means(params.out_has_other_weights && work.scores_move()) {
     rounds = false;
     if constexpr (Products::kRoundsTiles) {
       rounds = work.products.rounds_tiles() && work.p.dropout.threshold == 0 && work.scores_move();
@@ -63,16 +67,37 @@ struct OutputTangent {
     set_to_zero(lse_t, kRows);
     set_to_zero(rounded, kRows);
     set_to_zero(mean, kRows);
-    for (bool& has : has_mean) has = false;
-    lacks_means = work.p.key_value_storage != Storage::kSame && work.scores_move();
+    set_to_zero(weights, kRows);
+  }
+
+  /// Of the block that work has loaded, if it takes_means. Its tiles become P and S'.
+  QKV_ONE_COPY void add_to_means(int keys) {
+    work.for_each_pair(
+        keys, [&](int at, int v, auto, auto, Number weight, Number score_t)
+                  __attribute__((always_inline)) {
+                    T *of_weights = weights + v * S::kWidth, *of_moved = mean + v * S::kWidth;
+                    S::store(of_weights, S::load(of_weights) + weight);
+                    S::store(of_moved, S::fma(weight, score_t, S::load(of_moved)));
+                    S::store(work.p_tile + at, weight);
+                    S::store(work.scores_t + at, score_t);
+                  });
+  }
+
+  /// After all blocks.
+  void end_means() {
+    for (int r = 0; r < kRows; ++r) {
+      const T x = mean[r] / weights[r];
+      mean[r] = x - x == T(0) ? x : T(0);  // of a row that keeps a key, if it is finite
+    }
   }
 
   /// Of the block that work has loaded. R ∘ P ∘ (S' - mean) and R ∘ P go to the tiles `moved` and
   /// `still`.
-  /// kKeepsWeights: work's own tiles take P and S', and `still` may be that of P if nothing is
-  /// dropped; else they may be the same.
+  /// has_weights: work's own tiles have P and S', as after add_to_means.
+  /// kKeepsWeights: they take P and S', and `still` may be that of P if nothing is dropped; else
+  /// they may be the same.
   template <bool kKeepsWeights>
-  QKV_ONE_COPY void add_block(int keys, T* moved, T* still) {
+  QKV_ONE_COPY void add_block(int keys, bool has_weights, T* moved, T* still) {
     const bool writes_still = !kKeepsWeights || still != work.p_tile;
     const auto weigh = [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
         __attribute__((always_inline)) {
@@ -86,8 +111,7 @@ struct OutputTangent {
       if (writes_still) S::store(still + at, dropped(weight));
       S::store(moved + at, dropped(weighted));
     };
-    if (lacks_means) {
-      take_means(keys);
+    if (has_weights) {
       work.template for_each_pair</*kWeights=*/true>(keys, weigh);
     } else {
       work.for_each_pair(keys, weigh);
@@ -128,30 +152,34 @@ struct OutputTangent {
       }
     }
   }
+};
 
- private:
-  /// Of rows that lack one and give some weight to the block. Its tiles become P and S'.
-  QKV_ONE_COPY void take_means(int keys) {
-    alignas(64) T weights[kRows], moved[kRows];
-    set_to_zero(weights, kRows);
-    set_to_zero(moved, kRows);
-    work.for_each_pair(
-        keys, [&](int at, int v, auto, auto, Number weight, Number score_t)
-                  __attribute__((always_inline)) {
-                    T *of_weights = weights + v * S::kWidth, *of_moved = moved + v * S::kWidth;
-                    S::store(of_weights, S::load(of_weights) + weight);
-                    S::store(of_moved, S::fma(weight, score_t, S::load(of_moved)));
-                    S::store(work.p_tile + at, weight);
-                    S::store(work.scores_t + at, score_t);
-                  });
-    lacks_means = false;
-    for (int r = 0; r < work.tile.rows; ++r) {
-      const bool keeps_none = work.lse[r] == static_cast<T>(__builtin_inff());
-      if (has_mean[r] || keeps_none) continue;
-      has_mean[r] = weights[r] > T(0);
-      lacks_means |= !has_mean[r];
-      const T x = moved[r] / weights[r];
-      if (has_mean[r] && x - x == T(0)) mean[r] = x;  // it is finite
+/// Blocks of keys of which P and S' of a tile of rows are kept from one time that they are needed
+/// to the next. With more keys they are computed again.
+template <class T>
+inline int64_t kept_blocks(const Problem<T>& p) {
+  constexpr int64_t kMostKeys = 1 << 14;
+  return p.keys <= kMostKeys ? backward_blocks(p) : 0;
+}
+
+/// The blocks of keys that the rows of a tile see, each in memory of its own from `kept` on unless
+/// that is nullptr.
+template <class Work>
+struct SeenBlocks {
+  Work& work;
+  KeyRange keys;
+  int64_t first_key;
+  typename Work::T* kept;
+
+  /// f(first key, keys)
+  template <class F>
+  void for_each(F f) const {
+    for (int64_t n = first_key; n < keys.end; n += Work::kBlockKeys) {
+      if (kept != nullptr) {
+        work.use_block(kept + (n - first_key) / Work::kBlockKeys * Work::block_numbers(work.p));
+      }
+      const int64_t left = keys.end - n;
+      f(n, left < Work::kBlockKeys ? static_cast<int>(left) : Work::kBlockKeys);
     }
   }
 };
@@ -192,8 +220,12 @@ inline void prepare_jvp(const JvpParams<T>& params, int64_t head, void* prepared
 
 template <class Products, class T>
 inline int64_t jvp_scratch_bytes(const JvpParams<T>& params) {
-  const int64_t numbers = TangentTile<Products>::scratch_numbers(matrices_of(params)) +
-                          OutputTangent<Products>::scratch_numbers(params.problem);
+  using Work = TangentTile<Products>;
+  const Problem<T>& p = params.problem;
+  const int64_t kept = params.out_has_other_weights ? kept_blocks(p) : 0;
+  const int64_t numbers = Work::scratch_numbers(matrices_of(params)) +
+                          OutputTangent<Products>::scratch_numbers(p) +
+                          kept * Work::block_numbers(p);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
@@ -209,19 +241,29 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
             of_head(prepared, head, jvp_prepared_bytes<Products>(params)),
             static_cast<T*>(scratch));
   work.tile = RowTile<Work::kRows>::of_head(p, head, tiles - 1 - unit % tiles);
-  OutputTangent<Products> output(work, work.end_of_scratch);
+  OutputTangent<Products> output(work, params, work.end_of_scratch);
   output.start();
 
   const KeyRange range = work.keys_of_rows();
   const bool keys_move = work.scores_move() || along.value.data != nullptr;
   if (keys_move && !range.empty()) {
     work.load_rows();
-    for (int64_t n = Products::first_key(range.begin); n < range.end; n += Work::kBlockKeys) {
-      const int block =
-          range.end - n < Work::kBlockKeys ? static_cast<int>(range.end - n) : Work::kBlockKeys;
-      if (work.load_block(n, block) == TileState::kEmpty) continue;
-      output.template add_block</*kKeepsWeights=*/false>(block, work.scores_t, work.p_tile);
+    const bool keeps = output.takes_means && kept_blocks(p) > 0;
+    T* const kept = work.end_of_scratch + output.scratch_numbers(p);
+    const SeenBlocks<Work> blocks{work, range, Products::first_key(range.begin),
+                                  keeps ? kept : nullptr};
+    if (output.takes_means) {
+      blocks.for_each([&](int64_t n, int keys) {
+        if (work.load_block(n, keys) != TileState::kEmpty) output.add_to_means(keys);
+      });
+      output.end_means();
     }
+    blocks.for_each([&](int64_t n, int keys) {
+      const TileState state = keeps ? work.reload_block(n, keys) : work.load_block(n, keys);
+      if (state == TileState::kEmpty) return;
+      output.template add_block</*kKeepsWeights=*/false>(keys, /*has_weights=*/keeps, work.scores_t,
+                                                         work.p_tile);
+    });
   }
   output.write(params);
 }

@@ -31,7 +31,6 @@ struct BackwardTangentTile : TangentTile<Products> {
   using Base::lse;
   using Base::p;
   using Base::products;
-  using Base::state;
   using Base::tile;
   using typename Base::Number;
   using typename Base::S;
@@ -88,6 +87,9 @@ struct BackwardTangentTile : TangentTile<Products> {
 
   /// S and S'.
   TileState load_scores(int64_t first_key, int keys) { return Base::load_block(first_key, keys); }
+  TileState reload_scores(int64_t first_key, int keys) {
+    return Base::reload_block(first_key, keys);
+  }
 
   TileState load_block(int64_t first_key, int keys) {
     const TileState loaded = Base::load_block(first_key, keys);
@@ -97,10 +99,9 @@ struct BackwardTangentTile : TangentTile<Products> {
 
   /// The same of a block in use that was loaded before, and whose tiles have P and S' since.
   TileState reload_block(int64_t first_key, int keys) {
-    if (*state == TileState::kEmpty) return *state;
-    products.begin_block({first_key, keys, *state, this->mask.bits});
-    derive_block</*kWeights=*/true>(keys);
-    return *state;
+    const TileState loaded = Base::reload_block(first_key, keys);
+    if (loaded != TileState::kEmpty) derive_block</*kWeights=*/true>(keys);
+    return loaded;
   }
 
   /// sums[r] -= dS' · |p - j|, the row's share of the derivative of its slope's gradient.
@@ -123,7 +124,7 @@ struct BackwardTangentTile : TangentTile<Products> {
         const auto ds = S::load(ds_tile + at);
         auto du = slope * ds;
         auto du_t = S::fma(slope, S::load(ds_t_tile + at), slope_t * ds);
-        if (*state == TileState::kPartial) {
+        if (*this->state == TileState::kPartial) {
           const auto kept = S::bit_of_bytes(this->mask.bits + k / 8 * kRows + v * S::kWidth, k % 8);
           du = S::select(kept, du, S::zero());
           du_t = S::select(kept, du_t, S::zero());

@@ -156,6 +156,12 @@ struct TangentTile {
     return *state;
   }
 
+  /// A block in use that was loaded before.
+  TileState reload_block(int64_t first_key, int keys) {
+    if (*state != TileState::kEmpty) products.begin_block({first_key, keys, *state, mask.bits});
+    return *state;
+  }
+
   /// f(at, v, kept, dropped, P, S') for the pairs at offset `at` of a tile, in vector v of the
   /// rows. kept(x) is 0 for a pair that is not kept, as x may be NaN there (P and S' are 0
   /// already); dropped(x) is R ∘ x. kWeights: the tiles have P and S' as f was told of them before,
