@@ -88,10 +88,13 @@ class BatchDimensions {
 };
 
 /// x, or a copy if it has more batch dimensions than kernels handle: these must merge then as those
-/// of `like` do. The copy lies as `like` does, or dense where `like` is broadcast and x is not.
+/// of `like` do. The copy has the dimensions of `like` in their order, or is contiguous if `like`
+/// has others.
 inline Tensor merging_as(const Tensor& like, const Tensor& x, int64_t inner_rank = 3) {
   if (x.dim() - inner_rank <= kernels::kMaxBatchRank) return x;
-  return x.sizes() == like.sizes() ? at::empty_like(like).copy_(x) : x.contiguous();
+  // Not at::empty_like, which moves the dimensions that `like` is broadcast in.
+  return x.sizes() == like.sizes() ? empty_dense_like(like, like.sym_sizes()).copy_(x)
+                                   : x.contiguous();
 }
 inline Tangents merging_as(const Operands& like, Tangents tangents) {
   const auto operands = like.tensors();

@@ -70,3 +70,22 @@ def test_tangents_of_many_dimensions_that_lie_otherwise():
         for t in (tangent, tangent.contiguous())
     ]
     assert torch.equal(*moved)
+
+
+def test_directions_of_a_key_that_has_some_of_many_dimensions():
+    """It merges in eight ways as it lies: what is copied beside it has to as well."""
+    q = torch.randn(*[2] * 9, 1, 1, 1, requires_grad=True)
+    v = torch.randn(*[2] * 9, 1, 2, 1, requires_grad=True)
+    has = [2, 1, 2, 2, 1, 2, 2, 2, 1]
+    k = torch.randn([has[d] for d in (0, 6, 2, 3, 4, 5, 1, 7, 8)] + [1, 2, 1])
+    k = k.transpose(1, 6).requires_grad_()
+
+    def second(q, k, v):
+        out = qkv.attention(q, k, v)
+        first = torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)
+        return torch.autograd.grad(first, (q, k, v), [x.detach().cos() for x in (q, k, v)])
+
+    merged = [x.detach().expand(*[2] * 9, *x.shape[9:]).flatten(0, 8) for x in (q, k, v)]
+    expected = second(*(x.requires_grad_() for x in merged))
+    for actual, e in zip(second(q, k, v), expected, strict=True):
+        torch.testing.assert_close(actual, e.view(*[2] * 9, *e.shape[1:]).sum_to_size(actual.shape))
