@@ -119,6 +119,9 @@ MultiheadAttentionImpl::Projected MultiheadAttentionImpl::project(
     const c10::intrusive_ptr<KVCache>& cache) {
   const at::Tensor& keys = key.defined() ? key : query;
   const at::Tensor& values = value.defined() ? value : keys;
+  // As options may have changed since the module was made.
+  check_positive(kMultiheadAttention, "num_heads", options.num_heads());
+  check_positive(kMultiheadAttention, "num_kv_heads", num_kv_heads_of(options));
   check_rows(kMultiheadAttention, "query", query, "embed_dim", w_q->options.in_features());
   check_rows(kMultiheadAttention, "key", keys, "kdim", w_k->options.in_features());
   check_rows(kMultiheadAttention, "value", values, "vdim", w_v->options.in_features());

@@ -1,5 +1,6 @@
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/InferenceMode.h>
 #include <caffe2/serialize/inline_container.h>
 #include <qkv/nn.h>
 #include <torch/csrc/jit/serialization/import.h>
@@ -204,6 +205,9 @@ void load_state_dict(torch::nn::Module& module, const std::string& path) {
     TORCH_CHECK_VALUE(
         tensor.layout() != at::kStrided || at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
         "qkv::nn::load_state_dict: ", name, " is an expanded view, which cannot be written");
+    TORCH_CHECK_VALUE(!tensor.is_inference() || c10::InferenceMode::is_enabled(),
+                      "qkv::nn::load_state_dict: ", name,
+                      " is an inference tensor, which cannot be written outside of InferenceMode");
   }
   at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : to) tensor.copy_(from.at(name));

@@ -279,11 +279,13 @@ TORCH_MODULE(MultiheadAttention);
 /// Numbers are converted to the dtypes of the module.
 /// \throws c10::ValueError if the file is something else or its structure is damaged (its numbers
 /// are taken as they are), if names, shapes or layouts differ, or if the module is on meta or has
-/// an expanded view, naming what; then nothing has been changed.
+/// a tensor that cannot be written (an expanded view, or one of InferenceMode outside it), naming
+/// what; then nothing has been changed.
 QKV_API void load_state_dict(torch::nn::Module& module, const std::string& path);
 
 /// Writes a module's parameters and buffers as a dict of tensors, for load_state_dict() and for
-/// Python's torch.load(path).
+/// Python's torch.load(path), which cannot read sparse ones nor those of float8, complex32, uint16,
+/// uint32 or uint64, as LibTorch writes them.
 /// \throws c10::ValueError if the file cannot be written, or if the module is on meta, naming what;
 /// then a file of that name is as it was, if its folder can take another beside it.
 QKV_API void save_state_dict(const torch::nn::Module& module, const std::string& path);

@@ -28,6 +28,10 @@ def key_mask_of(
     ``cached`` ones."""
     if padding is None:
         return None
+    check_tensor(module, "key", keys)
+    check_tensor(module, "key_padding_mask", padding)
+    if padding.layout != torch.strided:
+        raise TypeError(f"{module}: key_padding_mask must be a dense tensor, but is sparse")
     if padding.dtype != torch.bool:
         # (TorchScript would print a number.)
         found = "" if torch.jit.is_scripting() else f", but is {padding.dtype}"
@@ -46,6 +50,7 @@ def mask_of_one_head(module: str, mask: Optional[Tensor], input: Tensor) -> Opti
     """Of a module with one head, whose masks have no dimension for it, to that of the operator."""
     if mask is None:
         return None
+    check_tensor(module, "attn_mask", mask)
     full = list(input.shape[:-1]) + [input.size(-2)]
     fits = mask.dim() <= len(full)
     if fits:
@@ -60,10 +65,24 @@ def mask_of_one_head(module: str, mask: Optional[Tensor], input: Tensor) -> Opti
     return mask.unsqueeze(-3) if mask.dim() > 2 else mask
 
 
-def check_rows(module: str, name: str, x: Tensor, letters: str, width: int) -> None:
+def check_tensor(module: str, name: str, x: Tensor) -> None:
     if not torch.jit.is_scripting():  # where that is known
         if not isinstance(x, Tensor):
             raise TypeError(f"{module}: {name} must be a tensor, but is {repr(x)}")
+
+
+def length_of(module: str, cache: Optional[torch.classes.qkv.KVCache]) -> int:
+    """How many keys are cached, none without a cache."""
+    if cache is None:
+        return 0
+    if not torch.jit.is_scripting():  # where that is known
+        if not torch.compiler.is_compiling() and not isinstance(cache, torch.ScriptObject):
+            raise TypeError(f"{module}: cache must be a qkv.nn.KVCache, but is {repr(cache)}")
+    return cache.length()
+
+
+def check_rows(module: str, name: str, x: Tensor, letters: str, width: int) -> None:
+    check_tensor(module, name, x)
     if x.dim() < 2 or x.size(-1) != width:
         raise ValueError(
             f"{module}: {name} must be (.., rows, {letters}={width}), but has shape {list(x.shape)}"

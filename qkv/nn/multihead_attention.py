@@ -13,11 +13,13 @@ from qkv.nn.arguments import (
     checked_size,
     checked_window,
     key_mask_of,
+    length_of,
 )
 
 # In a symbolic trace, which knows no sizes, they are nodes.
 torch.fx.wrap("check_rows")
 torch.fx.wrap("key_mask_of")
+torch.fx.wrap("length_of")
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -124,7 +126,17 @@ class MultiheadAttention(torch.nn.Module):
 
         Args:
             options: causal, window.
+
+        Raises:
+            TypeError: if it is none, or a quantizable one, whose weights are elsewhere.
+            ValueError: if it has add_bias_kv or add_zero_attn.
         """
+        is_quantizable = hasattr(module, "linear_Q")  # of torch.ao.nn, a subclass
+        if not isinstance(module, torch.nn.MultiheadAttention) or is_quantizable:
+            raise TypeError(
+                "qkv.nn.MultiheadAttention: from_torch takes a torch.nn.MultiheadAttention, but "
+                f"got a {type(module).__module__}.{type(module).__qualname__}"
+            )
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError(
                 "qkv.nn.MultiheadAttention: add_bias_kv and add_zero_attn have no counterpart"
@@ -241,7 +253,7 @@ class MultiheadAttention(torch.nn.Module):
         check_rows(name, "query", query, "embed_dim", self.embed_dim)
         check_rows(name, "key", key, "kdim", self.kdim)
         check_rows(name, "value", value, "vdim", self.vdim)
-        cached = 0 if cache is None else cache.length()
+        cached = length_of(name, cache)
         key_mask = key_mask_of(name, key_padding_mask, key, cached)
         q = self._split_heads(self.w_q(query), self.num_heads)
         k = self._split_heads(self.w_k(key), self.num_kv_heads)

@@ -7,6 +7,25 @@ from typing import Any, Dict, List
 import torch
 from torch import Tensor
 
+# What LibTorch reads of what Python writes, if it is strided.
+_READ_BY_LIBTORCH = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.quint8,
+    torch.qint8,
+    torch.qint32,
+}
+
 
 def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
     """Writes a module's parameters and buffers for ``qkv::nn::load_state_dict`` in C++.
@@ -15,8 +34,8 @@ def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
     read by LibTorch.
 
     Raises:
-        RuntimeError: if the module is on meta or has an extra state that is no tensor, or if the
-            file cannot be written.
+        RuntimeError: if the module is on meta, or has an extra state that is no tensor or a tensor
+            that LibTorch cannot read (sparse, float8), or if the file cannot be written.
     """
     state = module.state_dict()
     for name, x in state.items():
@@ -26,6 +45,11 @@ def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
             )
         if x.is_meta:
             raise RuntimeError(f"qkv.nn.save_state_dict: {name} is on meta, which holds no numbers")
+        if x.layout != torch.strided or x.is_nested or x.dtype not in _READ_BY_LIBTORCH:
+            raise RuntimeError(
+                f"qkv.nn.save_state_dict: {name} is a {x.type()}, which LibTorch cannot read; "
+                "torch.save(dict(module.state_dict()), path) writes it for Python"
+            )
     torch.save({name: x.detach() for name, x in state.items()}, path)
 
 
@@ -36,7 +60,8 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
 
     Raises:
         RuntimeError: if the file holds no dict of tensors, if names, shapes or layouts differ, or
-            if the module is on meta or has an expanded view; nothing has been changed then.
+            if the module is on meta or has a tensor that cannot be written (an expanded view, or
+            one of inference mode outside it); nothing has been changed then.
         pickle.UnpicklingError: if the file holds anything else than tensors.
     """
     if _is_script_archive(path):
@@ -84,6 +109,11 @@ def _check_fits(
         if _is_expanded(x):
             raise RuntimeError(
                 f"qkv.nn.load_state_dict: {name} is an expanded view, which cannot be written"
+            )
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"qkv.nn.load_state_dict: {name} is an inference tensor, which cannot be written "
+                "outside of torch.inference_mode()"
             )
 
 

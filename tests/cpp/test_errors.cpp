@@ -78,6 +78,11 @@ TEST(Errors, Modules) {
                                 [] { MultiheadAttention(8, 2)->forward(kX); });
   expect_error<c10::TypeError>("MultiheadAttention: query must be a tensor, but is undefined",
                                [] { MultiheadAttention(8, 2)->forward(Tensor()); });
+  expect_error<c10::ValueError>("MultiheadAttention: num_kv_heads must be positive, but is 0", [] {
+    MultiheadAttention module(4, 2);
+    module->options.num_kv_heads(0);
+    module(kX);
+  });
   for (const std::string file : {"/nonexistent/file", "/dev/full"}) {
     expect_error<c10::ValueError>("qkv::nn::save_state_dict: cannot write " + file,
                                   [&] { save_state_dict(*SelfAttention(8, 4), file); });

@@ -431,6 +431,16 @@ TEST_F(Modules, WhatCannotBeWrittenIsSaidBeforeAnythingIsLoaded) {
   EXPECT_EQ(refusal([&] { load_state_dict(expanded, path); }),
             "qkv::nn::load_state_dict: view is an expanded view, which cannot be written");
   EXPECT_TRUE(expanded.parameters()[0].eq(0).all().item<bool>());
+  Tensor inferred;
+  {
+    const c10::InferenceMode inference;
+    inferred = torch::zeros({3});
+  }
+  WithView of_inference(inferred);
+  EXPECT_EQ(refusal([&] { load_state_dict(of_inference, path); }),
+            "qkv::nn::load_state_dict: view is an inference tensor, which cannot be written "
+            "outside of InferenceMode");
+  EXPECT_TRUE(of_inference.parameters()[0].eq(0).all().item<bool>());
   save_state_dict(expanded, path);  // as values, they can be saved, and loaded elsewhere
   load_state_dict(whole, path);
   EXPECT_TRUE(whole.buffers()[0].eq(0).all().item<bool>());

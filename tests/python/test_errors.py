@@ -519,6 +519,21 @@ MODULES = {
             f"qkv.nn.SelfAttention: attn_mask must broadcast to (B.., T, T) = [2, 5, 5], but has shape {list(shape)}")
         for shape in ((2, 1, 5, 5), (5, 4), (3, 5, 5), (8,))
     },
+    "padding_list": (lambda: multihead()(X, key_padding_mask=[[True]]), TypeError,
+                     "qkv.nn.MultiheadAttention: key_padding_mask must be a tensor, but is [[True]]"),
+    "padding_sparse": (lambda: multihead()(X, key_padding_mask=PADDING.to_sparse()), TypeError,
+                       "qkv.nn.MultiheadAttention: key_padding_mask must be a dense tensor, but is sparse"),
+    "padded_list": (lambda: nn.ScaledDotProductAttention()(X, [1], key_padding_mask=PADDING), TypeError,
+                    "qkv.nn.ScaledDotProductAttention: key must be a tensor, but is [1]"),
+    "self_mask_list": (lambda: nn.SelfAttention(8, 8)(X, attn_mask=[1]), TypeError,
+                       "qkv.nn.SelfAttention: attn_mask must be a tensor, but is [1]"),
+    "cache": (lambda: multihead()(X, cache=3), TypeError,
+              "qkv.nn.MultiheadAttention: cache must be a qkv.nn.KVCache, but is 3"),
+    "from_linear": (lambda: nn.MultiheadAttention.from_torch(torch.nn.Linear(2, 2)), TypeError,
+                    "qkv.nn.MultiheadAttention: from_torch takes a torch.nn.MultiheadAttention, but got a torch.nn.modules.linear.Linear"),
+    "from_quantizable": (
+        lambda: nn.MultiheadAttention.from_torch(torch.ao.nn.quantizable.MultiheadAttention(8, 2)), TypeError,
+        "qkv.nn.MultiheadAttention: from_torch takes a torch.nn.MultiheadAttention, but got a torch.ao.nn.quantizable.modules.activation.MultiheadAttention"),
     "query": (lambda: multihead()(None), TypeError, "qkv.nn.MultiheadAttention: query must be a tensor, but is None"),
     "mask_shape": (lambda: multihead()(X, attn_mask=torch.ones(5, 4) > 0), ValueError,
                    "qkv::attention: attn_mask must broadcast to (batch.., Hq, M, N) = [2, 2, 5, 5], but has shape [5, 4]"),

@@ -457,16 +457,35 @@ def test_save_state_dict_names_what_is_no_tensor(tmp_path):
     assert not (tmp_path / "file").exists()
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.uint16, torch.sparse_coo], ids=str)
+def test_save_state_dict_names_what_libtorch_cannot_read(kind, tmp_path):
+    x = torch.ones(4)
+    module = torch.nn.Module()
+    module.register_buffer("x", x.to_sparse() if kind == torch.sparse_coo else x.to(kind))
+    with pytest.raises(RuntimeError, match="save_state_dict: x is a torch.*, which LibTorch cann"):
+        qkv.nn.save_state_dict(module, tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
 def test_load_state_dict_says_first_what_cannot_be_written(tmp_path):
     module = torch.nn.Module()
     module.first = torch.nn.Parameter(torch.ones(2))
     module.register_buffer("view", torch.ones(3))
     qkv.nn.save_state_dict(module, tmp_path / "file")
     module.first.data.zero_()
-    module.view = torch.zeros(1).expand(3)
-    with pytest.raises(RuntimeError, match="view is an expanded view, which cannot be written"):
+    with torch.inference_mode():
+        of_inference = torch.zeros(3)
+    for view, what in (
+        (torch.zeros(1).expand(3), "an expanded view, which cannot be written"),
+        (of_inference, "an inference tensor, which cannot be written outside"),
+    ):
+        module.view = view
+        with pytest.raises(RuntimeError, match=f"view is {what}"):
+            qkv.nn.load_state_dict(module, tmp_path / "file")
+        assert (module.first == 0).all()
+    with torch.inference_mode():
         qkv.nn.load_state_dict(module, tmp_path / "file")
-    assert (module.first == 0).all()
+    assert (module.first == 1).all() and (module.view == 1).all()
 
 
 def test_load_state_dict_says_first_what_cannot_be_copied(tmp_path):
