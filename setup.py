@@ -47,6 +47,9 @@ def cmake() -> str:
 
 class BuildWithCMake(build_py):
     def run(self) -> None:
+        package = Path(self.build_lib).resolve() / "qkv"
+        if not self.editable_mode:  # or files of an earlier build that are gone would be in it
+            shutil.rmtree(package, ignore_errors=True)
         super().run()
         build = ROOT / "build"
         configure = [cmake(), "-S", ROOT, "-B", build, f"-DQKV_TORCH_DIR={torch_dir()}"]
@@ -55,7 +58,6 @@ class BuildWithCMake(build_py):
         )
         if ninja and not (build / "CMakeCache.txt").exists():
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        package = Path(self.build_lib).resolve() / "qkv"
         subprocess.run(configure, check=True)
         jobs = os.environ.get("QKV_JOBS", str(os.cpu_count()))
         subprocess.run(

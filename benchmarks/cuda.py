@@ -141,6 +141,8 @@ def systems(p: Point) -> dict[str, Callable[[], object]]:
         try:
             found[name] = timed(of_backend(backend))
             found[name]()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:  # it does not take this
             found.pop(name, None)
     return found

@@ -121,7 +121,8 @@ def plot(results: list[Result]) -> Figure:
             share.plot(keys, [r.share for r in points], **style)
     speed.set_ylabel(f"GFLOP/s, {threads} threads")
     share.set_ylabel("share of the limit")
-    share.set_ylim(0, 1.05)
+    share.set_ylim(bottom=0)
+    share.axhline(1, color="black", linewidth=0.8)
     for axis in (speed, share):
         axis.set_xscale("log", base=2)
         axis.set_xlabel("N (8 heads, D 64)")

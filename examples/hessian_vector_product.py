@@ -2,7 +2,7 @@
 
     python examples/hessian_vector_product.py
 
-jvp of grad is the Hessian along one direction, at about the cost of two gradients: in memory that
+jvp of grad is the Hessian along one direction, for three to four gradients: in memory that
 is linear in the length of the sequence and in the number of parameters. From such products alone
 come the largest eigenvalue (how sharp a minimum is, and which learning rates diverge), Newton steps
 by conjugate gradients, and influence functions.

@@ -38,7 +38,7 @@ say "Tests of the GPU itself, $("$PYTHON" -c 'import torch; print(torch.cuda.get
 "$PYTHON" -m pytest -q --device cuda tests/python/test_cuda.py || failed=1
 
 say "Benchmark, a few points"
-"$PYTHON" benchmarks/cuda.py --quick --output "$output" || failed=1
+"$PYTHON" benchmarks/cuda.py --quick --output "$output/quick" || failed=1
 
 say "All tests"
 parallel=()

@@ -60,8 +60,9 @@ python=$(find_python)
 # requirements.txt as it was when .venv was last brought up to date.
 stamp=.venv/requirements-installed.txt
 if ! cmp -s requirements.txt "$stamp"; then
-  say "Python packages into .venv (torch is about 1 GB to download)"
-  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  say "Python packages into .venv (about 3 GB to download, with torch's libraries for GPUs)"
+  # Anew too where a first time was interrupted.
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
   cp requirements.txt "$stamp"
 fi

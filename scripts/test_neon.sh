@@ -14,7 +14,8 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 build=build-neon
-mkdir -p $build
+rm -rf $build  # or objects of sources that are gone would be linked
+mkdir $build
 gtest=/usr/src/googletest/googletest
 compile() { aarch64-linux-gnu-g++ -std=c++20 -O2 -DQKV_ARM -Icsrc -I$gtest -I$gtest/include "$@"; }
 say "Building for aarch64"

@@ -37,8 +37,10 @@ def pytest_configure(config):
         torch.set_default_device(config.getoption("--device"))
 
 
-def pytest_report_header():
-    return f"for lack of hypothesis, not run: {', '.join(sorted(LACKING))}" if LACKING else None
+def pytest_terminal_summary(terminalreporter):
+    """(A header is not shown with -q.)"""
+    if LACKING:
+        terminalreporter.line(f"for lack of hypothesis, not run: {', '.join(sorted(LACKING))}")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -527,8 +527,8 @@ MODULES = {
                     "qkv.nn.ScaledDotProductAttention: key must be a tensor, but is [1]"),
     "self_mask_list": (lambda: nn.SelfAttention(8, 8)(X, attn_mask=[1]), TypeError,
                        "qkv.nn.SelfAttention: attn_mask must be a tensor, but is [1]"),
-    "cache": (lambda: multihead()(X, cache=3), TypeError,
-              "qkv.nn.MultiheadAttention: cache must be a qkv.nn.KVCache, but is 3"),
+    "no_cache": (lambda: multihead()(X, cache=3), TypeError,
+                 "qkv.nn.MultiheadAttention: cache must be a qkv.nn.KVCache, but is 3"),
     "from_linear": (lambda: nn.MultiheadAttention.from_torch(torch.nn.Linear(2, 2)), TypeError,
                     "qkv.nn.MultiheadAttention: from_torch takes a torch.nn.MultiheadAttention, but got a torch.nn.modules.linear.Linear"),
     "from_quantizable": (
