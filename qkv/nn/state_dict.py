@@ -62,7 +62,8 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
         RuntimeError: if the file holds no dict of tensors, if names, shapes or layouts differ, or
             if the module is on meta or has a tensor that cannot be written (an expanded view, or
             one of inference mode outside it); nothing has been changed then.
-        pickle.UnpicklingError: if the file holds anything else than tensors.
+        pickle.UnpicklingError, or what else ``torch.load`` raises: if the file holds other objects,
+            is none of torch's, or cannot be read.
     """
     if _is_script_archive(path):
         state = torch.jit.load(path, map_location="cpu").state_dict()
