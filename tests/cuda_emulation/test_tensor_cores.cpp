@@ -345,6 +345,19 @@ TEST_F(TensorCores, ErrorsOfLongSumsDoNotGrow) {
   EXPECT_LT((Forward(converted(x, torch::kBFloat16)).lse - lse).abs().max().item<double>(), 3e-6);
 }
 
+/// Whatever weights lose by rounding, what all values have in common stays.
+TEST_F(TensorCores, OutputsAreConvexCombinations) {
+  for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+    for (qkv::Operands x : {plain(70, 150, 40, 72), plain(20, 1100, 40, 24)}) {  // and splits
+      x.query = 3.0 * x.query;
+      x.value = torch::ones_like(x.value);
+      const Forward found(converted(x, type));
+      const Tensor whole = found.out.to(torch::kDouble) + found.out_rest.to(torch::kDouble);
+      EXPECT_LT((whole - 1.0).abs().max().item<double>(), 2e-6) << type << x.query.sizes();
+    }
+  }
+}
+
 /// Else the kernels for any device do.
 TEST_F(TensorCores, TakeWhatTheyCan) {
   const auto first_kernel = [](const qkv::Operands& x, torch::ScalarType type) {

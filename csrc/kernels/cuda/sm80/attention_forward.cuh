@@ -16,8 +16,11 @@
 // one range of the keys; a warp 16 · kRowTiles rows, all of it in registers:
 //
 //     for 64 keys at a time:   S   [rows][64]      sums of a product, of which the softmax makes
-//                              P   [rows][64]      the left side of the next, rounded
+//                              P   [rows][64]      the left side of the next, rounded as multiplied
 //                              O   [rows][columns]
+//
+// O is divided by the sum of the rounded weights, so that it stays a convex combination of values;
+// lse comes from those that are not rounded.
 //
 // While S is multiplied V is on its way to shared memory, and while P V is the next K.
 
@@ -129,11 +132,13 @@ QKV_DEVICE void modify_pairs(const Problem<float>& p, int64_t batch, int first_r
   }
 }
 
-/// s: scores -> weights, 0 where dropout takes them, of which the softmax's sums know nothing. The
-/// group's sums so far, out, follow its maxima.
-template <int kRowTiles, int kWidth>
+/// s: scores -> weights, rounded to an Element, 0 where dropout takes them, of which the sums of
+/// the softmax and of the rounded weights know nothing. The group's sums so far, rounded_sum and
+/// out, follow its maxima.
+template <class Element, int kRowTiles, int kWidth>
 QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pairs<kRowTiles>& s,
-                             Softmax (&softmax)[kRowTiles][2], Sums<kRowTiles, kWidth>& out) {
+                             Softmax (&softmax)[kRowTiles][2], float (&rounded_sum)[kRowTiles][2],
+                             Sums<kRowTiles, kWidth>& out) {
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
     float max[2], correction[2];
@@ -155,6 +160,7 @@ QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pai
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       correction[half] = softmax[t][half].raise_max(max[half]);
+      rounded_sum[t][half] *= correction[half];
     }
     // Once rows have met their larger scores, most tiles leave all of a warp's maxima as they are.
     if (device::ballot(correction[0] != 1.0f || correction[1] != 1.0f) != 0) {
@@ -171,7 +177,9 @@ QKV_DEVICE void weigh_scores(bool drops, const uint32_t (&stays)[kRowTiles], Pai
       for (int n = 0; n < kTilesOfOthers; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          s[t][n][i] = softmax[t][half].weight(s[t][n][i], shift);
+          const float weight = softmax[t][half].weight(s[t][n][i], shift);
+          s[t][n][i] = static_cast<float>(rounded(weight, static_cast<const Element*>(nullptr)));
+          rounded_sum[t][half] += s[t][n][i];
         }
       }
     }
@@ -231,6 +239,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
 
   // Sums of a group of tiles, and of all.
   Softmax softmax[kRowTiles][2], softmax_of_all[kRowTiles][2];
+  float rounded_sum[kRowTiles][2] = {}, rounded_sum_of_all[kRowTiles][2] = {};
   Sums<kRowTiles, kWidth> out;
   volatile Sums<kRowTiles, kWidth> out_of_all = {};
 #pragma unroll
@@ -281,7 +290,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
     } else if (partial) {
       cut_pairs<kRowTiles>(tile, first_row, n, keys, s, kept);
     }
-    weigh_scores<kRowTiles, kWidth>(drops_weights(p), stays, s, softmax, out);
+    weigh_scores<Element, kRowTiles, kWidth>(drops_weights(p), stays, s, softmax, rounded_sum, out);
     const HalfPairs<Element, 1, kRowTiles> weights(s);
     device::wait_for_copies();
     device::barrier();  // V is there, and nobody reads this K
@@ -301,6 +310,9 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
         const float correction = all.raise_max(softmax[t][half].max);
         all.sum += softmax[t][half].sum;
         softmax[t][half].sum = 0.0f;
+        float& rounded_of_all = rounded_sum_of_all[t][half];
+        rounded_of_all = rounded_of_all * correction + rounded_sum[t][half];
+        rounded_sum[t][half] = 0.0f;
 #pragma unroll
         for (int c = 0; c < kWidth / 8; ++c) {
 #pragma unroll
@@ -319,6 +331,9 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float max = softmax_of_all[t][half].max, sum = sum_of_lanes<4>(softmax_of_all[t][half].sum);
+      const float sum_of_rounded = sum_of_lanes<4>(rounded_sum_of_all[t][half]);
+      // What the product lacks of that of weights that add up to sum.
+      const float lack = sum_of_rounded == 0.0f ? 1.0f : sum / sum_of_rounded;
       const int r = first_row + t * kRowsOfProduct + row_of_number(2 * half);
       if (!tile.exists(r)) continue;
       const bool writes_scalars = u.chunk == 0 && lane() % 4 == 0;
@@ -330,7 +345,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
         for (int i = 0; i < kWidth / 4; ++i) {
           const int64_t column = u.first_column + i / 2 * 8 + column_of_number(i % 2);
           if (column < columns) {
-            device::store_global(row + column, out_of_all[t][i / 2][2 * half + i % 2]);
+            device::store_global(row + column, lack * out_of_all[t][i / 2][2 * half + i % 2]);
           }
         }
         if (writes_scalars) {
@@ -340,7 +355,7 @@ QKV_DEVICE void forward_unit(const ForwardTask<float>& task, int64_t unit) {
         continue;
       }
       const bool has_keys = sum != 0.0f;
-      const float normaliser = result.finish(head, max, sum);
+      const float normaliser = lack * result.finish(head, max, sum);
       write_row<kWidth, Element>(
           out_of_all[t], half, normaliser, u.first_column, columns,
           {result.out_row(head, i_query), task.forward.out.column_stride},
