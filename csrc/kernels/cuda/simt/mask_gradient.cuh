@@ -36,7 +36,7 @@ template <class T, class Rows>
 struct MaskGradientShared {
   SharedMemory memory;
   Stages<T> stages = Stages<T>::in(memory, stage_numbers<T, kOthersOfThread>(false));
-  T* sums = memory.take<T>(kSide * kOthers);  // [16][64]
+  double* sums = memory.take<double>(kSide * kOthers);  // [16][64]
   Rows rows = Rows::template in<kOwns>(memory);
 
   explicit constexpr QKV_INLINE MaskGradientShared(char* begin) : memory(begin) {}
@@ -51,10 +51,12 @@ struct MaskRows {
   KeyRange keys;
 };
 
-/// add(MaskRows, sum) adds what these rows have of each element of the mask, by its thread.
+/// add(MaskRows, sum, end_tile) adds what these rows have of each element of the mask, by its
+/// thread, and calls end_tile() after each tile. So many tiles may add to an element that all but
+/// the sums of a group of them are taken in double.
 template <class T, class Add>
 QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t unit,
-                              T* sums_of_threads, Add add) {
+                              double* sums_of_threads, Add add) {
   const MaskUnits units = MaskUnits::of(p, mask);
   const int64_t key_tile = unit % units.key_tiles;
   unit /= units.key_tiles;
@@ -71,12 +73,18 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
   const int64_t begin_key = key_tile * kOthers;
   const int64_t end_key = every_key || begin_key + kOthers > p.keys ? p.keys : begin_key + kOthers;
 
-  // Of a group of tiles, those of some rows and all their keys at least, and of all.
+  // Of a group of tiles, and of all.
   T sum[kLeastOwn][kOthersOfThread];
-  volatile T sum_of_all[kLeastOwn][kOthersOfThread];
+  volatile double sum_of_all[kLeastOwn][kOthersOfThread];
   set_to_zero(sum);
   set_to_zero(sum_of_all);
-  int64_t others = 0;
+  int others = 0;
+  const auto end_tile = [&] {
+    others += kOthers;
+    if (others < kOthersOfGroup) return;
+    end_group(sum, sum_of_all);
+    others = 0;
+  };
   for (int64_t b = 0; b < summed_batches; ++b) {
     const int64_t batch = batch_of_mask(p, mask, mask_batch, b);
     for (int64_t head = first_head; head < end_head; ++head) {
@@ -85,11 +93,7 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
         const KeyRange keys =
             keys_of_any(p.band, row, row + rows - 1, p.keys).intersection({begin_key, end_key});
         if (keys.empty()) continue;
-        add(MaskRows{batch, head, row, rows, keys}, sum);
-        others += keys.end - keys.begin;
-        if (others < kOthersOfGroup) continue;
-        end_group(sum, sum_of_all);
-        others = 0;
+        add(MaskRows{batch, head, row, rows, keys}, sum, end_tile);
       }
     }
   }
@@ -123,13 +127,14 @@ QKV_DEVICE void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64
     for (int j = 0; j < kOthersOfThread; ++j) {
       const int k = thread_x() * kOthersOfThread + j;
       if (every_key ? k > 0 : begin_key + k >= p.keys) continue;
-      T x = sum_of_all[i][j];
+      double x = sum_of_all[i][j];
       if (every_row) {
-        x = T(0);
+        x = 0.0;
         for (int y = 0; y < kSide; ++y) x += device::load_shared(sums_of_threads + y * kOthers + k);
       }
       device::store_global(
-          of_head + (begin_row + r) * mask.row_stride + (begin_key + k) * mask.column_stride, x);
+          of_head + (begin_row + r) * mask.row_stride + (begin_key + k) * mask.column_stride,
+          static_cast<T>(x));
     }
   }
   device::barrier();
@@ -146,11 +151,11 @@ QKV_DEVICE void add_pairs(const T (&x)[kLeastOwn][kOthersOfThread],
 }
 
 /// sum += dS of a tile.
-template <class Element>
+template <class Element, class EndTile>
 QKV_DEVICE void add_score_gradients(
     const BackwardTask<Real<Element>>& task, const MaskRows& tile,
     const MaskGradientShared<Real<Element>, BackwardRows<Real<Element>>>& shared,
-    Real<Element> (&sum)[kLeastOwn][kOthersOfThread]) {
+    Real<Element> (&sum)[kLeastOwn][kOthersOfThread], EndTile end_tile) {
   using T = Real<Element>;
   const BackwardParams<T>& params = task.backward;
   const Problem<T>& p = params.problem;
@@ -175,6 +180,7 @@ QKV_DEVICE void add_score_gradients(
     through_softmax<false, true>(scores, table, n, tile.rows, keys, true, drop_scale, s, g,
                                  static_cast<T*>(nullptr));
     add_pairs(g, sum);
+    end_tile();
   }
 }
 
@@ -185,8 +191,8 @@ mask_gradient_kernel(QKV_PARAMS BackwardTask<Real<Element>> task, QKV_PARAMS int
   const MaskGradientShared<T, BackwardRows<T>> shared(device::shared_memory());
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     sum_over_mask(task.backward.problem, task.backward.grad_mask, unit, shared.sums,
-                  [&](const MaskRows& tile, T(&sum)[kLeastOwn][kOthersOfThread]) {
-                    add_score_gradients<Element>(task, tile, shared, sum);
+                  [&](const MaskRows& tile, T(&sum)[kLeastOwn][kOthersOfThread], auto end_tile) {
+                    add_score_gradients<Element>(task, tile, shared, sum, end_tile);
                   });
   }
 }

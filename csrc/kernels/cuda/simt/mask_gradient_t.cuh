@@ -8,11 +8,11 @@
 namespace qkv::kernels::simt {
 
 /// sum += dS' of a tile.
-template <class Element>
+template <class Element, class EndTile>
 QKV_DEVICE void add_score_gradients_t(
     const BackwardBackwardTask<Real<Element>>& task, const MaskRows& tile,
     const MaskGradientShared<Real<Element>, BackwardTangentRows<Real<Element>>>& shared,
-    Real<Element> (&sum)[kLeastOwn][kOthersOfThread]) {
+    Real<Element> (&sum)[kLeastOwn][kOthersOfThread], EndTile end_tile) {
   using T = Real<Element>;
   const Problem<T>& p = task.backward.backward.problem;
   const int64_t kv_head = tile.head / (p.query_heads / p.kv_heads);
@@ -36,6 +36,7 @@ QKV_DEVICE void add_score_gradients_t(
     tangents_through_softmax<false, true>(scores, table, n, tile.rows, keys, true, drop_scale, s,
                                           s_t, g, g_t, static_cast<T*>(nullptr));
     add_pairs(g_t, sum);
+    end_tile();
   }
 }
 
@@ -47,8 +48,9 @@ mask_gradient_t_kernel(QKV_PARAMS BackwardBackwardTask<Real<Element>> task,
   const MaskGradientShared<T, BackwardTangentRows<T>> shared(device::shared_memory());
   for (int64_t unit = device::block(); unit < units; unit += device::blocks()) {
     sum_over_mask(task.backward.backward.problem, task.backward.backward.grad_mask, unit,
-                  shared.sums, [&](const MaskRows& tile, T(&sum)[kLeastOwn][kOthersOfThread]) {
-                    add_score_gradients_t<Element>(task, tile, shared, sum);
+                  shared.sums,
+                  [&](const MaskRows& tile, T(&sum)[kLeastOwn][kOthersOfThread], auto end_tile) {
+                    add_score_gradients_t<Element>(task, tile, shared, sum, end_tile);
                   });
   }
 }

@@ -105,16 +105,16 @@ QKV_INLINE int64_t end_of_group(int64_t other, int64_t count) {
 
 /// Adds the sums of a group to those of all and starts over. What is volatile stays in local
 /// memory, and registers are left to what every product adds to.
-template <class T, int kCount>
-QKV_DEVICE void end_group(T (&sum)[kCount], volatile T (&total)[kCount]) {
+template <class T, class Total, int kCount>
+QKV_DEVICE void end_group(T (&sum)[kCount], volatile Total (&total)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     total[i] = total[i] + sum[i];
     sum[i] = T(0);
   }
 }
-template <class T, int kRows, int kColumns>
-QKV_DEVICE void end_group(T (&sum)[kRows][kColumns], volatile T (&total)[kRows][kColumns]) {
+template <class T, class Total, int kRows, int kColumns>
+QKV_DEVICE void end_group(T (&sum)[kRows][kColumns], volatile Total (&total)[kRows][kColumns]) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) end_group(sum[i], total[i]);
 }
