@@ -168,8 +168,9 @@ struct JvpParams {
   const T* lse_rest;  // as lse
   Operand<T> out_t;
   T* lse_t;  // as lse
-  // Whether out came of other weights than exp(S - lse), as of rounded ones or of few rows.
-  bool out_has_other_weights = false;
+  // Whether out may be other than what the weights exp(S - lse) give: of rounded weights, of scores
+  // summed otherwise, as of few rows, or stored in 16 bits.
+  bool out_differs = false;
 };
 
 /// The derivative of the backward along the directions, which is also the double backward: it goes

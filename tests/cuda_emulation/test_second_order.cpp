@@ -185,6 +185,29 @@ TEST(SecondOrder, WhatKeysHaveInCommonMovesNothing) {
   }
 }
 
+/// Far keys, which rows hardly see, say nothing of how the scores move that these are made of.
+TEST(SecondOrder, SlopesThatMove) {
+  for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+    torch::manual_seed(8);
+    qkv::Operands x;
+    x.query = torch::randn({1, 2, 20, 16});
+    x.key = torch::randn({1, 2, 260, 16});
+    x.value = torch::randn({1, 2, 260, 16});
+    x.alibi_slopes = torch::tensor({0.5, 0.25});
+    x.band = {-1, 0, 240};
+    x = converted(x, type);
+    qkv::Tangents t;
+    t[4] = torch::ones({2}, torch::kDouble);
+    device::set_tensor_cores(true);
+    const Derivatives wanted = expected(x, t), found = emulated(x, t);
+    device::set_tensor_cores(false);
+    expect_no_faults();
+    const double rounding = type == torch::kHalf ? 0x1p-11 : 0x1p-8;
+    const Tensor error = found[0].to(torch::kDouble) - wanted[0];
+    EXPECT_LT(error.norm().item<double>(), rounding * wanted[0].norm().item<double>()) << type;
+  }
+}
+
 /// O' = P V' of many keys, that is as long a sum as a forward's.
 TEST(SecondOrder, ErrorsDoNotGrowWithLength) {
   torch::manual_seed(6);

@@ -13,10 +13,11 @@
 // If P ∘ S' is rounded before it is multiplied, what it adds up to then takes the place of its sum
 // before O: what all values have in common still moves nothing.
 //
-// Nor does what the S' of a row have in common, as when all keys do. If the forward's O is of other
-// weights, rounded ones or those of few rows, it would be multiplied with how they differ. So a
-// pass before finds the mean that the weights of a row give its S', which is taken from these and
-// from sink':
+// Nor does what the S' of a row have in common, as when all keys do. If the forward's O differs
+// from what P gives, as it is of rounded weights, of few rows or was stored in 16 bits, it would be
+// multiplied with that. So a pass before finds the mean that P gives the S' of a row, which is
+// taken from these and from sink'. So it does in second order, where lse' is to fit S' to the last
+// digit, as what is left is multiplied with keys:
 //
 //     lse' = mean + rowsum(P ∘ (S' - mean)) + W ∘ (sink' - mean)
 //     O'   = (R ∘ P ∘ (S' - mean)) V + (R ∘ P) V' - (lse' - mean) ∘ O
@@ -52,10 +53,8 @@ struct OutputTangent {
     return Products::sum_rows(p.value_dim) * kRows;
   }
 
-  OutputTangent(Work& tangent_tile, const JvpParams<T>& params, T* scratch)
-      : work(tangent_tile),
-        out_t(scratch),
-        takes_means(params.out_has_other_weights && work.scores_move()) {
+  OutputTangent(Work& tangent_tile, bool two_passes, T* scratch)
+      : work(tangent_tile), out_t(scratch), takes_means(two_passes && work.scores_move()) {
     rounds = false;
     if constexpr (Products::kRoundsTiles) {
       rounds = work.products.rounds_tiles() && work.p.dropout.threshold == 0 && work.scores_move();
@@ -222,7 +221,7 @@ template <class Products, class T>
 inline int64_t jvp_scratch_bytes(const JvpParams<T>& params) {
   using Work = TangentTile<Products>;
   const Problem<T>& p = params.problem;
-  const int64_t kept = params.out_has_other_weights ? kept_blocks(p) : 0;
+  const int64_t kept = params.out_differs ? kept_blocks(p) : 0;
   const int64_t numbers = Work::scratch_numbers(matrices_of(params)) +
                           OutputTangent<Products>::scratch_numbers(p) +
                           kept * Work::block_numbers(p);
@@ -241,7 +240,7 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
             of_head(prepared, head, jvp_prepared_bytes<Products>(params)),
             static_cast<T*>(scratch));
   work.tile = RowTile<Work::kRows>::of_head(p, head, tiles - 1 - unit % tiles);
-  OutputTangent<Products> output(work, params, work.end_of_scratch);
+  OutputTangent<Products> output(work, params.out_differs, work.end_of_scratch);
   output.start();
 
   const KeyRange range = work.keys_of_rows();

@@ -4,14 +4,15 @@
 #include "kernels/cuda/simt/tasks.h"
 #include "kernels/logsumexp.h"
 
-// The derivative of attention along directions of its operands, in one pass over the keys. W is the
-// weight of the sink, R what dropout multiplies the weights with (tangents.cuh has S').
+// The derivative of attention along directions of its operands, in one pass over the keys or two. W
+// is the weight of the sink, R what dropout multiplies the weights with (tangents.cuh has S').
 //
 //     lse' = rowsum(P ∘ S') + W ∘ sink'
 //     O'   = (R ∘ P ∘ S') V + (R ∘ P) V' - lse' ∘ O
 //
-// Of operands in 16 bits a row's mean of S' over the first tile is taken from S' and sink', so that
-// what they have in common is not multiplied with the rounding of the weights in O, as on a CPU
+// Of operands in 16 bits, whose O was stored in them and may be of rounded weights, a pass before
+// finds the mean that P gives the S' of a row. It is taken from these and from sink', so that what
+// they have in common is not multiplied with the rounding, as on a CPU
 // (kernels/cpu/attention_jvp.inc.h).
 //
 // A block owns 64 packed rows of one key/value head and 16 · kColumns columns of O':
@@ -79,36 +80,24 @@ QKV_DEVICE uint32_t weigh_pairs(const MovingScores<T>& scores, const WeightRows<
   return kept;
 }
 
-/// The means of S' over a tile, from the products of weigh_pairs; 0 of a row that keeps none of it.
+/// What a tile adds to a row's weights, and to S' times these, from the products of weigh_pairs.
 template <class T>
-QKV_DEVICE void take_means(const MovingScores<T>& scores, const WeightRows<T>& table,
-                           int64_t first_key, int rows, int keys, bool partial,
-                           const T (&s)[kLeastOwn][kOthersOfThread],
-                           const T (&s_t)[kLeastOwn][kOthersOfThread], T (&mean)[kLeastOwn]) {
-  T weights[kLeastOwn][kOthersOfThread], moved[kLeastOwn][kOthersOfThread];
-#pragma unroll
-  for (int i = 0; i < kLeastOwn; ++i) {
-#pragma unroll
-    for (int j = 0; j < kOthersOfThread; ++j) {
-      weights[i][j] = s[i][j];
-      moved[i][j] = s_t[i][j];
-    }
-  }
+QKV_DEVICE void add_to_means(const MovingScores<T>& scores, const WeightRows<T>& table,
+                             int64_t first_key, int rows, int keys, bool partial,
+                             T (&s)[kLeastOwn][kOthersOfThread],
+                             T (&s_t)[kLeastOwn][kOthersOfThread], T (&weights)[kLeastOwn],
+                             T (&moved)[kLeastOwn]) {
+  const T no_mean[kLeastOwn] = {};
   T unused[kLeastOwn] = {};
-  weigh_pairs(scores, table, first_key, rows, keys, partial, /*drop_scale=*/T(1), mean, weights,
-              moved, unused);
+  weigh_pairs(scores, table, first_key, rows, keys, partial, /*drop_scale=*/T(1), no_mean, s, s_t,
+              unused);
 #pragma unroll
   for (int i = 0; i < kLeastOwn; ++i) {
-    T weight = T(0), sum = T(0);
 #pragma unroll
     for (int j = 0; j < kOthersOfThread; ++j) {
-      weight += weights[i][j];
-      sum += moved[i][j];
+      weights[i] += s[i][j];
+      moved[i] += s_t[i][j];
     }
-    weight = sum_of_lanes<kSide>(weight);
-    sum = sum_of_lanes<kSide>(sum);
-    const T x = sum / weight;
-    if (x - x == T(0)) mean[i] = x;  // it is finite
   }
 }
 
@@ -145,14 +134,26 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   const auto key = moving_keys<Element>(p, p.key, along.key, u.batch, u.kv_head);
   const auto value = moving_keys<Element>(p, p.value, along.value, u.batch, u.kv_head);
   T mean[kLeastOwn] = {};
-  bool lacks_means = sizeof(Element) == 2 && moves;
+  if constexpr (sizeof(Element) == 2) {
+    if (params.out_differs && moves) {
+      T weights[kLeastOwn] = {}, moved[kLeastOwn] = {};
+      const auto add_tile = [&](int64_t n, int keys, bool partial) {
+        T s[kLeastOwn][kOthersOfThread], s_t[kLeastOwn][kOthersOfThread];
+        multiply_scores<false>(query, tile_of(key, n, keys), p.head_dim, depth, shared.stages, s,
+                               s_t);
+        add_to_means(scores, table, n, u.rows, keys, partial, s, s_t, weights, moved);
+      };
+      u.for_each_tile(p, any, scores.masks(), add_tile, [] {});
+#pragma unroll
+      for (int i = 0; i < kLeastOwn; ++i) {
+        const T x = sum_of_lanes<kSide>(moved[i]) / sum_of_lanes<kSide>(weights[i]);
+        if (x - x == T(0)) mean[i] = x;  // of a row that keeps a key, if it is finite
+      }
+    }
+  }
   const auto add_tile = [&](int64_t n, int keys, bool partial) {
     T s[kLeastOwn][kOthersOfThread], s_t[kLeastOwn][kOthersOfThread];
     multiply_scores<false>(query, tile_of(key, n, keys), p.head_dim, depth, shared.stages, s, s_t);
-    if constexpr (sizeof(Element) == 2) {
-      if (lacks_means) take_means(scores, table, n, u.rows, keys, partial, s, s_t, mean);
-      lacks_means = false;
-    }
     const uint32_t kept =
         weigh_pairs(scores, table, n, u.rows, keys, partial, drop_scale, mean, s, s_t, lse_t);
     device::store_shared(shared.kept + device::thread(), kept);
