@@ -26,7 +26,8 @@ inline void put(const Gradients& grads, const Gradients& results) {
 }
 
 /// Where a mask's gradient is summed: `result`, or what that is rounded from. To each element of
-/// one without rows or without columns so many pairs add that kernels sum it in double.
+/// one without rows or without columns so many pairs add that kernels sum it in double
+/// (kernels/cpu/mask_sums.inc.h).
 inline Tensor sums_of_mask(const Tensor& result, at::ScalarType real) {
   const bool has_rows = result.dim() >= 2 && result.size(-2) > 1,
              has_columns = result.dim() >= 1 && result.size(-1) > 1;

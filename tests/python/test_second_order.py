@@ -332,6 +332,14 @@ def test_tiles_in_bfloat16():
         assert (a.double() - e).norm() / e.norm() < 2.6e-3, name
 
 
+def derivatives_of_the_query(attend, q, k, v, along, grad_out):
+    """A Hessian-vector product and a tangent of the output, in float64."""
+    query = q.clone().requires_grad_()
+    (first,) = torch.autograd.grad(attend(query, k, v), query, grad_out, create_graph=True)
+    (second,) = torch.autograd.grad(first, query, along)
+    return second.double(), jvp(lambda q: attend(q, k, v), (q,), (along,))[1].double()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -345,22 +353,16 @@ def test_keys_with_much_in_common(rows, is_causal, has_sinks, dtype):
     k, v = (k + 10).to(dtype), v.to(dtype)
     sinks = torch.randn(2, generator=g).to(dtype) if has_sinks else None
 
-    def derivatives(attend, dtype):
-        of_query = lambda q: attend(q, k.to(dtype), v.to(dtype))  # noqa: E731
-        query = q.to(dtype).requires_grad_()
-        (grad_q,) = torch.autograd.grad(
-            of_query(query), query, grad_out.to(dtype), create_graph=True
-        )
-        (second,) = torch.autograd.grad(grad_q, query, x.to(dtype))
-        return second.double(), jvp(of_query, (q.to(dtype),), (x.to(dtype),))[1].double()
-
     def plain(q, k, v):
         return plain_attention(q, k, v, is_causal, sinks if sinks is None else sinks.to(q.dtype))
 
-    found = derivatives(
-        lambda q, k, v: qkv.attention(q, k, v, is_causal=is_causal, sinks=sinks), dtype
+    def fused(q, k, v):
+        return qkv.attention(q, k, v, is_causal=is_causal, sinks=sinks)
+
+    found, same_dtype, exact = (
+        derivatives_of_the_query(attend, *(y.to(to) for y in (q, k, v, x, grad_out)))
+        for attend, to in ((fused, dtype), (plain, dtype), (plain, torch.float64))
     )
-    exact, same_dtype = derivatives(plain, torch.float64), derivatives(plain, dtype)
     for a, e, s in zip(found, exact, same_dtype, strict=True):
         assert (a - e).norm() <= 2 * (s - e).norm()
 
@@ -404,18 +406,15 @@ def test_keys_with_much_in_common_in_float32(rows):
     q, x, grad_out = (torch.randn(1, 2, rows, 128, generator=g) for _ in range(3))
     k, v = torch.randn(1, 2, 512, 128, generator=g) + 30, torch.randn(1, 2, 512, 128, generator=g)
 
-    def derivatives(attend, dtype):
-        of_query = lambda q: attend(q, k.to(dtype), v.to(dtype))  # noqa: E731
-        query = q.to(dtype).requires_grad_()
-        (grad_q,) = torch.autograd.grad(
-            of_query(query), query, grad_out.to(dtype), create_graph=True
+    found, same_dtype, exact = (
+        derivatives_of_the_query(attend, *(y.to(to) for y in (q, k, v, x, grad_out)))
+        for attend, to in (
+            (qkv.attention, torch.float32),
+            (plain_attention, torch.float32),
+            (plain_attention, torch.float64),
         )
-        (second,) = torch.autograd.grad(grad_q, query, x.to(dtype))
-        return second.double(), jvp(of_query, (q.to(dtype),), (x.to(dtype),))[1].double()
-
-    exact = derivatives(plain_attention, torch.float64)
-    same_dtype = derivatives(plain_attention, torch.float32)
-    for a, e, s in zip(derivatives(qkv.attention, torch.float32), exact, same_dtype, strict=True):
+    )
+    for a, e, s in zip(found, exact, same_dtype, strict=True):
         assert (a - e).norm().item() <= 8 * (s - e).norm().item()
 
 
