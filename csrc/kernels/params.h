@@ -168,9 +168,10 @@ struct JvpParams {
   const T* lse_rest;  // as lse
   Operand<T> out_t;
   T* lse_t;  // as lse
-  // Whether out may be other than what the weights exp(S - lse) give: of rounded weights, of scores
-  // summed otherwise, as of few rows, or stored in 16 bits.
-  bool out_differs = false;
+  // Whether the mean of a row's score tangents is found first and taken from these: where out may
+  // be other than what the weights exp(S - lse) give, as it is of rounded weights, of few rows or
+  // stored in 16 bits, and in second order.
+  bool takes_means = false;
 };
 
 /// The derivative of the backward along the directions, which is also the double backward: it goes

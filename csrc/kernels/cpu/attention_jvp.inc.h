@@ -221,7 +221,7 @@ template <class Products, class T>
 inline int64_t jvp_scratch_bytes(const JvpParams<T>& params) {
   using Work = TangentTile<Products>;
   const Problem<T>& p = params.problem;
-  const int64_t kept = params.out_differs ? kept_blocks(p) : 0;
+  const int64_t kept = params.takes_means ? kept_blocks(p) : 0;
   const int64_t numbers = Work::scratch_numbers(matrices_of(params)) +
                           OutputTangent<Products>::scratch_numbers(p) +
                           kept * Work::block_numbers(p);
@@ -240,7 +240,7 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
             of_head(prepared, head, jvp_prepared_bytes<Products>(params)),
             static_cast<T*>(scratch));
   work.tile = RowTile<Work::kRows>::of_head(p, head, tiles - 1 - unit % tiles);
-  OutputTangent<Products> output(work, params.out_differs, work.end_of_scratch);
+  OutputTangent<Products> output(work, params.takes_means, work.end_of_scratch);
   output.start();
 
   const KeyRange range = work.keys_of_rows();
