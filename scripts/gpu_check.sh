@@ -3,7 +3,7 @@
 # network, and runs the tests on CUDA, compute-sanitizer and the benchmark. What says most in the
 # least time comes first.
 #
-#   scripts/gpu_check.sh [--output DIR]     results: DIR/gpu_check.log, cuda.json, cuda.md
+#   scripts/gpu_check.sh [--output DIR]     results: DIR/gpu_check.log, cuda.json, cuda.md; of a few points first: DIR/quick
 #
 # Without a GPU it goes as far as it can: it builds, and says what was not run.
 source "$(dirname "$0")/environment.sh"

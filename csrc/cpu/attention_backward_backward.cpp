@@ -89,7 +89,7 @@ void run_backward_backward(const Tensors& t, Workspace& workspace) {
   jvp.lse = backward.lse;
   jvp.lse_rest = backward.lse_rest;
   jvp.lse_t = static_cast<T*>(t.lse_t.data_ptr());
-  jvp.takes_means = true;
+  jvp.takes_means = true;  // what lse' lacks is multiplied with keys
   const kernels::Problem<T>& p = backward.problem;
   const auto slope_gradient =
       c10::GetCPUAllocator()->allocate(t.needs[4] ? t.lse.numel() * sizeof(T) : 0);

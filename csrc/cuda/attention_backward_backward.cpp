@@ -65,7 +65,6 @@ void run_backward_backward(const Tensors& t) {
   const LseOfTiles<T> of_tiles(kBackwardBackwardOp, params.problem, t.forward, stream);
   of_tiles.set_lse(params);
   of_tiles.set_lse(jvp.jvp);
-  jvp.jvp.takes_means = has_16_bits(t.x.query) || of_tiles.is_of_its_own();
   check(kBackwardBackwardOp, kernels::simt::attention_jvp(jvp, stream.get()));
   if (std::none_of(t.needs.begin(), t.needs.end(), [](bool need) { return need; })) return;
   const SumsOfRows<T> sums(t.lse_t, t.needs, task.backward);

@@ -31,7 +31,6 @@ void run_jvp(const Operands& x, const Tangents& tangents, const ForwardResults& 
   const Stream stream(x.query);
   const LseOfTiles<T> of_tiles(kJvpOp, params.problem, forward, stream);
   of_tiles.set_lse(params);
-  params.takes_means = has_16_bits(x.query) || of_tiles.is_of_its_own();
   check(kJvpOp, kernels::simt::attention_jvp(task, stream.get()));
 }
 

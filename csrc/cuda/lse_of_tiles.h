@@ -24,7 +24,6 @@ class LseOfTiles {
         kernels::simt::forward_has_scores_of_derivatives(problem)) {
       return;
     }
-    is_of_its_own_ = true;
     lse_ = at::empty_like(forward.lse);
     lse_rest_ = at::empty_like(forward.lse_rest);
     kernels::simt::ForwardTask<T> task{};
@@ -37,9 +36,6 @@ class LseOfTiles {
     check(op, kernels::simt::attention_forward(task, stream.get()));
   }
 
-  /// Whether the forward computed other scores.
-  bool is_of_its_own() const { return is_of_its_own_; }
-
   /// Sets lse in the params of a derivative, which must not outlive this.
   template <class Params>
   void set_lse(Params& params) const {
@@ -48,7 +44,6 @@ class LseOfTiles {
   }
 
  private:
-  bool is_of_its_own_ = false;
   Tensor lse_, lse_rest_;
 };
 

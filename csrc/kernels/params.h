@@ -168,9 +168,7 @@ struct JvpParams {
   const T* lse_rest;  // as lse
   Operand<T> out_t;
   T* lse_t;  // as lse
-  // Whether the mean of a row's score tangents is found first and taken from these: where out may
-  // be other than what the weights exp(S - lse) give, as it is of rounded weights, of few rows or
-  // stored in 16 bits, and in second order.
+  // On a CPU: whether the mean of a row's score tangents is found first and taken from these.
   bool takes_means = false;
 };
 

@@ -104,7 +104,7 @@ class SecondOrderUnit {
         work_(params.second,
               of_head(params.prepared, head_, Products::prepared_bytes(matrices_of(params.second))),
               scratch),
-        output_(work_, params.jvp.takes_means, work_.end_of_scratch),
+        output_(work_, params.jvp, work_.end_of_scratch),
         grad_query_(work_.end_of_scratch + output_.scratch_numbers(p_)),
         kept_(grad_query_ + grad_query_t_size<Products>(p_)),
         of_keys_(p_, kept_ + kept_blocks(p_) * Work::block_numbers(p_)) {

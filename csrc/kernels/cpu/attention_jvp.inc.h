@@ -53,8 +53,8 @@ struct OutputTangent {
     return Products::sum_rows(p.value_dim) * kRows;
   }
 
-  OutputTangent(Work& tangent_tile, bool two_passes, T* scratch)
-      : work(tangent_tile), out_t(scratch), takes_means(two_passes && work.scores_move()) {
+  OutputTangent(Work& tangent_tile, const JvpParams<T>& params, T* scratch)
+      : work(tangent_tile), out_t(scratch), takes_means(params.takes_means && work.scores_move()) {
     rounds = false;
     if constexpr (Products::kRoundsTiles) {
       rounds = work.products.rounds_tiles() && work.p.dropout.threshold == 0 && work.scores_move();
@@ -240,7 +240,7 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
             of_head(prepared, head, jvp_prepared_bytes<Products>(params)),
             static_cast<T*>(scratch));
   work.tile = RowTile<Work::kRows>::of_head(p, head, tiles - 1 - unit % tiles);
-  OutputTangent<Products> output(work, params.takes_means, work.end_of_scratch);
+  OutputTangent<Products> output(work, params, work.end_of_scratch);
   output.start();
 
   const KeyRange range = work.keys_of_rows();

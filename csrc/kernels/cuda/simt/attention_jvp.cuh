@@ -135,7 +135,7 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   const auto value = moving_keys<Element>(p, p.value, along.value, u.batch, u.kv_head);
   T mean[kLeastOwn] = {};
   if constexpr (sizeof(Element) == 2) {
-    if (params.takes_means && moves) {
+    if (moves) {
       T weights[kLeastOwn] = {}, moved[kLeastOwn] = {};
       const auto add_tile = [&](int64_t n, int keys, bool partial) {
         T s[kLeastOwn][kOthersOfThread], s_t[kLeastOwn][kOthersOfThread];
