@@ -16,18 +16,17 @@
 
 namespace qkv {
 
-/// An empty tensor of these sizes, dense, with its dimensions ordered in memory as those of `like`
-/// (same rank) are. Dimensions that `like` is expanded in keep their place.
-inline Tensor empty_dense_like(const Tensor& like, c10::SymIntArrayRef sizes) {
-  const auto strides = like.sym_strides();
+/// Strides for a dense tensor of these sizes, with its dimensions ordered in memory as those with the
+/// strides `like` (as many) are. Dimensions of stride 0 keep their place.
+inline std::vector<c10::SymInt> dense_strides(c10::SymIntArrayRef like, c10::SymIntArrayRef sizes) {
   const auto rank = static_cast<int64_t>(sizes.size());
   std::vector<int64_t> order(rank);  // outermost first
   for (int64_t d = 0; d < rank; ++d) order[d] = d;
   // Insertion sort by falling stride; what cannot be compared (stride 0, equal strides) stays.
   for (int64_t d = 1; d < rank; ++d) {
     for (int64_t at = d; at > 0; --at) {
-      const c10::SymInt& outer = strides[order[at - 1]];
-      const c10::SymInt& inner = strides[order[at]];
+      const c10::SymInt& outer = like[order[at - 1]];
+      const c10::SymInt& inner = like[order[at]];
       if (is_known_to_be(outer, 0) || is_known_to_be(inner, 0)) break;
       if (!is_smaller_stride(outer, inner)) break;
       std::swap(order[at - 1], order[at]);
@@ -39,7 +38,13 @@ inline Tensor empty_dense_like(const Tensor& like, c10::SymIntArrayRef sizes) {
     dense[order[at]] = step;
     step = step * sizes[order[at]].max(1);  // a graph may not know whether it is 0
   }
-  return at::empty_strided_symint(sizes, dense, like.options());
+  return dense;
+}
+
+/// An empty tensor of these sizes, dense, with its dimensions ordered in memory as those of `like`
+/// (same rank) are.
+inline Tensor empty_dense_like(const Tensor& like, c10::SymIntArrayRef sizes) {
+  return at::empty_strided_symint(sizes, dense_strides(like.sym_strides(), sizes), like.options());
 }
 
 inline bool has_16_bits(const Tensor& x) {

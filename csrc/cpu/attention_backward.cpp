@@ -125,13 +125,14 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
   }
 
   const auto real = forward.lse.scalar_type();
-  const Tensor incoming = with_unit_columns(merging_as(forward.out, grad_out));
-  const Operands x = readable(with_mask_in_rows(operands), real);
-  const ForwardResults of_forward = readable(forward);
+  const Tensor incoming = in_rows(merging_as(forward.out, grad_out));
+  const Operands x = readable(in_rows(operands), real);
+  const ForwardResults of_forward = {in_rows(forward.out), forward.lse.contiguous(),
+                                     in_rows(forward.out_rest), forward.lse_rest.contiguous()};
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = grad_lse->contiguous();
+  Gradients grads = rows_of(results);
   // A sum over heads is rounded once.
-  Gradients grads = results;
   if (needs[3]) grads[3] = sums_of_mask(results[3], real);
   if (real == at::kDouble) {
     run_backward<double>(x, incoming, dense_grad_lse, of_forward, grads, needs);

@@ -151,9 +151,9 @@ TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad
   for (const Heads& heads : ranges_of_heads(x, needs_of_operands)) {
     Tensors t;
     t.needs = needs_of_operands;
-    t.x = readable(with_mask_in_rows(heads.of(x)), real);
+    t.x = readable(in_rows(heads.of(x)), real);
     t.cotangents = readable(heads.of(along), real);
-    t.grad_out = with_unit_columns(heads.of_rows(incoming));
+    t.grad_out = in_rows(heads.of_rows(incoming));
     if (grad_lse) t.grad_lse = heads.of_scalars(*grad_lse);
     t.out = exact_output(heads.of_rows(forward.out), heads.of_rows(forward.out_rest), real);
     t.lse = heads.of_scalars(forward.lse);
@@ -165,7 +165,7 @@ TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad
     t.out_t = in_place ? to_out_t : at::empty_like(t.out);
     t.lse_t = at::empty_like(t.lse);
     const Gradients to = heads.of(grads, t.needs);
-    t.grads = to;
+    t.grads = rows_of(to);
     // As in the backward: a sum over heads is rounded once.
     if (t.needs[3]) t.grads[3] = sums_of_mask(to[3], real);
     if (x.key.size(-2) == 0) {
@@ -176,7 +176,7 @@ TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad
     } else {
       run_backward_backward<float>(t, workspace);
     }
-    if (needs[0] && !in_place) to_out_t.copy_(t.out_t);
+    if (needs[0]) put(t.out_t, to_out_t);
     if (needs[1]) heads.put_scalars(t.lse_t, results[1]);
     put(t.grads, to);
   }

@@ -34,12 +34,16 @@ TensorTuple<4> attention_forward(const Operands& x, bool needs_rest) {
   const auto results = empty_forward_results(x, needs_rest);
   const Tensor& lse = std::get<1>(results);
   if (lse.numel() == 0) return results;
-  const Operands stored = readable(with_mask_in_rows(x), lse.scalar_type());
+  const Operands stored = readable(in_rows(x), lse.scalar_type());
+  const auto& [out, _, out_rest, lse_rest] = results;
+  const TensorTuple<4> written = {rows_for(out), lse, rows_for(out_rest), lse_rest};
   if (lse.scalar_type() == at::kDouble) {
-    run_forward<double>(stored, results);
+    run_forward<double>(stored, written);
   } else {
-    run_forward<float>(stored, results);
+    run_forward<float>(stored, written);
   }
+  put(std::get<0>(written), out);
+  put(std::get<2>(written), out_rest);
   return results;
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/rows.h"
 #include "cpu/units.h"
 #include "cpu/waves.h"
 #include "operands.h"
@@ -18,11 +19,14 @@
 
 namespace qkv::cpu {
 
-/// To `results`, unless they are there.
-inline void put(const Gradients& grads, const Gradients& results) {
-  for (size_t i = 0; i < grads.size(); ++i) {
-    if (!grads[i].is_same(results[i])) results[i].copy_(grads[i]);
-  }
+/// Where kernels write what put() takes to `results`: rows of query, key and value.
+inline Gradients rows_of(Gradients results) {
+  for (size_t i = 0; i < 3; ++i) results[i] = rows_for(results[i]);
+  return results;
+}
+
+inline void put(const Gradients& written, const Gradients& results) {
+  for (size_t i = 0; i < written.size(); ++i) put(written[i], results[i]);
 }
 
 /// Where a mask's gradient is summed: `result`, or what that is rounded from. To each element of

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "cpu/rows.h"
 #include "operands.h"
 #include "problem.h"
 
@@ -18,23 +19,13 @@ inline Tensor converted(const Tensor& x, at::ScalarType type) {
 /// An output with what rounding took from it.
 inline Tensor exact_output(const Tensor& out, const Tensor& out_rest, at::ScalarType real) {
   const Tensor x = converted(out, real);
-  return with_unit_columns(has_16_bits(out) ? x.add(out_rest) : x);
-}
-
-/// Masks are read where they lie, but for those whose keys lie apart: number by number that takes
-/// longer than a copy does.
-inline Operands with_mask_in_rows(Operands x) {
-  const auto& mask = x.attn_mask;
-  if (mask && mask->dim() > 0 && mask->stride(-1) > 1 && mask->size(-1) > 1) {
-    x.attn_mask = without_repetitions(*mask, mask->dim()).contiguous().expand(mask->sizes());
-  }
-  return x;
+  return in_rows(has_16_bits(out) ? x.add(out_rest) : x);
 }
 
 /// Tangents as the kernels read them: those of query, key and value as they are stored.
 inline Tangents readable(Tangents tangents, at::ScalarType real) {
   for (size_t i = 0; i < 3; ++i) {
-    if (tangents[i]) tangents[i] = with_unit_columns(*tangents[i]);
+    if (tangents[i]) tangents[i] = in_rows(*tangents[i]);
   }
   for (size_t i = 3; i < tangents.size(); ++i) {
     if (tangents[i]) tangents[i] = converted(*tangents[i], real);

@@ -6,6 +6,7 @@
 
 #include <cfenv>
 #include <cstdlib>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -144,6 +145,31 @@ TEST_P(Kernels, LogOfEverySum) {
   shape.scale = 0.0;
   EXPECT_LT((KernelRun<float>(*table_, shape, 1).errors().lse), 1e-6);
   EXPECT_LT((KernelRun<double>(*table_, shape, 1).errors().lse), 1e-14);
+}
+
+/// Every bit of what comes from columns is where rows have it, and nothing else is written.
+template <class Bits>
+void expect_transposed(void (*transpose)(const Transposition&), Storage storage) {
+  constexpr int64_t kSizes[] = {1, 3, 4, 8, 15, 16, 17, 33, 40, 100};
+  for (const int64_t rows : kSizes) {
+    for (const int64_t columns : kSizes) {
+      const int64_t from_column = rows + 3, to_row = columns + 5;
+      std::vector<Bits> from(from_column * columns), to(to_row * rows, Bits{7}), expected = to;
+      std::mt19937_64 random(rows * 1000 + columns);
+      for (Bits& x : from) x = static_cast<Bits>(random());
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t c = 0; c < columns; ++c) expected[r * to_row + c] = from[c * from_column + r];
+      }
+      transpose({from.data(), from_column, to.data(), to_row, rows, columns, storage});
+      EXPECT_EQ(to, expected) << rows << " x " << columns << ", bytes " << sizeof(Bits);
+    }
+  }
+}
+
+TEST_P(Kernels, Transpose) {
+  expect_transposed<uint32_t>(table_->float32.transpose, Storage::kSame);
+  expect_transposed<uint16_t>(table_->float32.transpose, Storage::kBFloat16);
+  expect_transposed<uint64_t>(table_->float64.transpose, Storage::kSame);
 }
 
 /// Scores of 1e6 are 1/16 apart: derivatives must compute the very ones that lse comes from.

@@ -36,6 +36,39 @@ def test_results_lie_as_their_inputs():
         assert gradient.stride() == x.stride()
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("permutation", ["bhdn", "bndh", "dnbh"])
+def test_results_of_columns_are_those_of_rows(dtype, permutation):
+    """To the bit, with all derivatives; (B, H, D, N) is how convolutions have them."""
+
+    def lying(rows, columns, heads=2):
+        sizes = {"b": 3, "h": heads, "n": rows, "d": columns}
+        x = torch.randn([sizes[d] for d in permutation], dtype=dtype)
+        return x.permute([permutation.index(d) for d in "bhnd"])
+
+    def derivatives(mask, grad, *tensors):
+        q, k, v, *along = tensors
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, mask, grad)]
+        out, lse = qkv.attention_with_lse(*leaves[:4], enable_gqa=True)
+        first = torch.autograd.grad(out, leaves[:4], leaves[4], create_graph=True)
+        second = torch.autograd.grad(first[:3], leaves, along)
+        _, tangent = torch.func.jvp(
+            lambda *x: qkv.attention(*x, mask, enable_gqa=True), (q, k, v), tuple(along)
+        )
+        return out, lse, *first, *second, tangent
+
+    for m, n, d, dv in ((5, 7, 4, 9), (33, 70, 24, 16), (70, 530, 33, 40)):
+        tensors = [lying(m, d, 4), lying(n, d), lying(n, dv)]
+        tensors += [lying(m, d, 4), lying(n, d), lying(n, dv)]
+        others = [torch.randn(n, m, dtype=dtype).t(), lying(m, dv, 4)]
+        expected = derivatives(*(x.contiguous() for x in (*others, *tensors)))
+        for actual, e in zip(derivatives(*others, *tensors), expected, strict=True):
+            assert torch.equal(actual, e)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_batch_dimensions_and_directions_that_lie_otherwise(dtype):
     query = torch.randn(*[2] * 9, 1, 2, 2, dtype=dtype, requires_grad=True)

@@ -22,15 +22,9 @@
 namespace qkv::kernels::QKV_ISA {
 
 /// 16 numbers as bfloat16, or `count` of them.
-QKV_INLINE void store_rounded(BFloat16* to, int64_t stride, int64_t count, __m512 x) {
+QKV_INLINE void store_rounded(BFloat16* to, int64_t count, __m512 x) {
   const auto rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
-  if (stride == 1) {
-    _mm256_mask_storeu_epi16(to, first_lanes(count), rounded);
-    return;
-  }
-  alignas(32) BFloat16 numbers[16];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(numbers), rounded);
-  for (int l = 0; l < 16 && l < count; ++l) to[l * stride] = numbers[l];
+  _mm256_mask_storeu_epi16(to, first_lanes(count), rounded);
 }
 
 /// scale · dQᵀ of a tile to where dQ is.
@@ -49,8 +43,7 @@ inline void write_grad_query(const BackwardParams<float>& params, const RowTile<
       transpose<float>(lines);
       for (int l = 0; l < kTileRows && r + l < tile.rows; ++l) {
         BFloat16* to = tile.template stored_row<BFloat16>(params.grad_query, r + l);
-        const int64_t stride = params.grad_query.column_stride;
-        store_rounded(to + d * stride, stride, width - d, lines[l]);
+        store_rounded(to + d, width - d, lines[l]);
       }
     }
   }
@@ -360,8 +353,8 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
       for (int64_t c = 0; c < columns; ++c) {
         const int64_t tile_of_sums = k / kTileRows * columns + c;
         const auto x = S::load(sums + tile_of_sums * kSums + k % kTileRows * kTileRows);
-        store_rounded(rows + k * to.row_stride + c * kTileRows * to.column_stride, to.column_stride,
-                      width - c * kTileRows, x * S::set(scale));
+        store_rounded(rows + k * to.row_stride + c * kTileRows, width - c * kTileRows,
+                      x * S::set(scale));
       }
     }
   }

@@ -147,7 +147,7 @@ struct OutputTangent {
       const T* out = out_rows[r];
       T* to = out_t_rows[r];
       for (int64_t d = 0; d < p.value_dim; ++d) {
-        to[d * params.out_t.column_stride] = out_t[d * kRows + r] - of_out * out[d];
+        to[d] = out_t[d * kRows + r] - of_out * out[d];
       }
     }
   }

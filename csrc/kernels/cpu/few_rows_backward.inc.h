@@ -232,16 +232,11 @@ class FewRowsBackward {
     const int count = static_cast<int>(block.end - block.begin);
     const int64_t row = round_up_to_vector<T>(width);
     Stored* const to = rows_of_gradient(gradient, block);
-    if (!skips && gradient.column_stride == 1) {
+    if (!skips) {
       Numbers::template rows_of_keys<kRows>(count, width, weights, rows, to, gradient.row_stride);
       return;
     }
-    if (skips) {
-      kept_rows_of_keys(count, row, weights, rows);
-    } else {
-      FewRowsOfNumbers<T, T>::template rows_of_keys<kRows>(count, row, weights, rows, memory_.lines,
-                                                           row);
-    }
+    kept_rows_of_keys(count, row, weights, rows);
     write_rows(memory_.lines, row, count, width, to, gradient);
   }
 

@@ -80,8 +80,20 @@ struct TangentKernels {
   void (*mask_gradient_t)(const BackwardBackwardParams<T>&, int64_t unit, void* scratch);
 };
 
+/// to[row · to_row + column] = from[column · from_column + row], numbers of T or of 16 bits.
+struct Transposition {
+  const void* from;
+  int64_t from_column;
+  void* to;
+  int64_t to_row;
+  int64_t rows;
+  int64_t columns;
+  Storage storage;
+};
+
 template <class T>
 struct CpuKernels : ForwardKernels<T>, BackwardKernels<T>, TangentKernels<T> {
+  void (*transpose)(const Transposition&);
   int64_t (*mask_gradient_units)(const Problem<T>&, const Operand<T>& grad_mask);
   void (*head_gradient)(const HeadGradientParams<T>&, int64_t unit);
   void (*sink_gradient_t)(const BackwardBackwardParams<T>&, double* grad_sinks, int64_t unit);

@@ -17,12 +17,8 @@ QKV_ONE_COPY void write_rows(const T* from, int64_t from_row, int64_t rows, int6
   using S = Simd<T>;
   for (int64_t n = 0; n < rows; ++n, from += from_row, to += operand.row_stride) {
     int64_t d = 0;
-    if (operand.column_stride == 1) {
-      for (; d + S::kWidth <= width; d += S::kWidth) store_rounded<T>(to + d, S::load(from + d));
-      if (d < width) store_first<T>(to + d, S::load(from + d), width - d);
-      continue;
-    }
-    for (; d < width; ++d) to[d * operand.column_stride] = rounded<Stored>(from[d]);
+    for (; d + S::kWidth <= width; d += S::kWidth) store_rounded<T>(to + d, S::load(from + d));
+    if (d < width) store_first<T>(to + d, S::load(from + d), width - d);
   }
 }
 
@@ -62,8 +58,7 @@ class KeySums {
         first_(scratch),
         begun_(keys.begin) {
     in_place_ = gradient.data != nullptr && p.key_value_storage == Storage::kSame &&
-                gradient.column_stride == 1 && columns == width &&
-                !shares_sets<T>(gradient.row_stride);
+                columns == width && !shares_sets<T>(gradient.row_stride);
     if (!in_place_) return;
     row = gradient.row_stride;
     first_ = RowTile<1>::of_head(p, head, 0).keys_of_head(gradient) + keys.begin * row;

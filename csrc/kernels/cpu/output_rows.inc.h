@@ -17,13 +17,12 @@ class OutputRows {
 
   /// Columns first .. first + width of row r.
   void write(int r, int64_t first, int64_t width, const T* x) const {
-    const Operand<T>& out = params_.out;
     if constexpr (sizeof(T) == 4) {
       if (params_.out_storage == Storage::kBFloat16) return round<BFloat16>(r, first, width, x);
       if (params_.out_storage == Storage::kFloat16) return round<Float16>(r, first, width, x);
     }
-    T* to = tile_.row(out, r) + first * out.column_stride;
-    for (int64_t d = 0; d < width; ++d) to[d * out.column_stride] = x[d];
+    T* to = tile_.row(params_.out, r) + first;
+    for (int64_t d = 0; d < width; ++d) to[d] = x[d];
   }
 
   /// out[r][d] = scale[r] · from[d][r]
@@ -49,15 +48,6 @@ class OutputRows {
     const int64_t width = params_.problem.value_dim;
     const auto rows = tile_.template stored_rows_in<Stored>(params_.out),
                rests = tile_.template stored_rows_in<Stored>(params_.out_rest);
-    if (!has_whole_vectors()) {
-      for (int r = 0; r < tile_.rows; ++r) {
-        for (int64_t d = 0; d < width; ++d) {
-          round(rows[r] + d * params_.out.column_stride,
-                rests[r] + d * params_.out_rest.column_stride, scale[r] * from[d * kRows + r]);
-        }
-      }
-      return;
-    }
     for (int r = 0; r < tile_.rows; r += S::kWidth) {
       Stored *to[S::kWidth], *rest[S::kWidth];
       for (int l = 0; l < S::kWidth; ++l) {
@@ -84,38 +74,22 @@ class OutputRows {
 
   template <class Stored>
   void round(int r, int64_t first, int64_t width, const T* x) const {
-    const int64_t column = params_.out.column_stride, rest_column = params_.out_rest.column_stride;
-    Stored* to = tile_.template stored_row<Stored>(params_.out, r) + first * column;
-    Stored* rest = tile_.template stored_row<Stored>(params_.out_rest, r) + first * rest_column;
-    int64_t d = 0;
-    if (has_whole_vectors()) {
-      for (; d + S::kWidth <= width; d += S::kWidth) {
-        const auto exact = S::load(x + d);
-        store_rounded<T>(to + d, exact);
-        if (rest == nullptr) continue;
-        store_rounded<T>(rest + d, exact - load_stored<T>(to + d));
-      }
-      if (const int64_t left = width - d; left > 0) {
-        const auto exact = load_first<T>(x + d, left);
-        store_first<T>(to + d, exact, left);
-        if (rest == nullptr) return;
-        store_first<T>(rest + d, exact - load_first<T>(to + d, left), left);
-      }
-      return;
-    }
-    for (; d < width; ++d) round(to + d * column, rest + d * rest_column, x[d]);
-  }
-
-  bool has_whole_vectors() const {
+    Stored* to = tile_.template stored_row<Stored>(params_.out, r) + first;
+    Stored* rest = tile_.template stored_row<Stored>(params_.out_rest, r) + first;
     const bool needs_rest = params_.out_rest.data != nullptr;
-    return params_.out.column_stride == 1 && (!needs_rest || params_.out_rest.column_stride == 1);
-  }
-
-  template <class Stored>
-  static void round(Stored* to, Stored* rest, T x) {
-    *to = Stored::rounded(x);
-    if (rest == nullptr) return;
-    *rest = Stored::rounded(x - static_cast<T>(*to));
+    int64_t d = 0;
+    for (; d + S::kWidth <= width; d += S::kWidth) {
+      const auto exact = S::load(x + d);
+      store_rounded<T>(to + d, exact);
+      if (!needs_rest) continue;
+      store_rounded<T>(rest + d, exact - load_stored<T>(to + d));
+    }
+    if (const int64_t left = width - d; left > 0) {
+      const auto exact = load_first<T>(x + d, left);
+      store_first<T>(to + d, exact, left);
+      if (!needs_rest) return;
+      store_first<T>(rest + d, exact - load_first<T>(to + d, left), left);
+    }
   }
 
   const ForwardParams<T>& params_;

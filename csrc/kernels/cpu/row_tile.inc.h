@@ -227,21 +227,12 @@ struct RowTile {
     with_stored<T>(storage, [&](auto stored) {
       using Stored = decltype(stored);
       const auto rows_of_x = stored_rows_in<Stored>(x);
-      if (x.column_stride == 1) {
-        for (int r = 0; r < rows; r += kWidth) {
-          Stored* to[kWidth];
-          for (int l = 0; l < kWidth; ++l) {
-            to[l] = r + l < rows ? rows_of_x[r + l] : nullptr;
-          }
-          transpose_columns<T, Stored>(from + r, kRows, width, Simd<T>::load(scale + r), to);
+      for (int r = 0; r < rows; r += kWidth) {
+        Stored* to[kWidth];
+        for (int l = 0; l < kWidth; ++l) {
+          to[l] = r + l < rows ? rows_of_x[r + l] : nullptr;
         }
-        return;
-      }
-      for (int r = 0; r < rows; ++r) {
-        Stored* to = rows_of_x[r];
-        for (int64_t d = 0; d < width; ++d) {
-          to[d * x.column_stride] = rounded<Stored>(scale[r] * from[d * kRows + r]);
-        }
+        transpose_columns<T, Stored>(from + r, kRows, width, Simd<T>::load(scale + r), to);
       }
     });
   }

@@ -9,6 +9,7 @@
 #include "kernels/cpu/head_gradient.inc.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/mask_gradient.inc.h"
+#include "kernels/cpu/transposition.inc.h"
 
 // What isa_*.cpp compiles: all kernels for one instruction set, whose simd_*.h comes before.
 
@@ -24,6 +25,7 @@ constexpr CpuKernels<T> make_kernels() {
       make_forward_kernels<ForwardProducts<T>>(&few_rows_backward_kernels<T>),
       make_backward_kernels<InNumbers<T>>(),
       make_tangent_kernels<VectorProducts<InNumbers<T>>>(),
+      transpose_matrix<T>,
       mask_gradient_units<T>,
       head_gradient<T>,
       sink_gradient_t<T>,
