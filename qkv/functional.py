@@ -19,17 +19,18 @@ def _number(name: str, x: Optional[float]) -> Optional[float]:
 
 
 def _whole(name: str, x: Optional[int]) -> Optional[int]:
-    """While ``torch.jit.trace`` runs, sizes are tensors, which it would turn into constants of an
-    operator without a word. In Python it warns of that."""
+    """An operator takes the int in a tensor by itself, but not while a graph is made of it. While
+    ``torch.jit.trace`` runs, sizes are tensors, which would become constants without a word: in
+    Python it warns of that."""
     if not isinstance(x, Tensor):
         return x
     if x.is_floating_point():  # the operator would take its whole part
         raise TypeError(f"qkv: {name} must be an int, but is a tensor of {x.dtype}")
-    return int(x) if torch.jit.is_tracing() else x
+    return int(x) if torch.jit.is_tracing() else x.item()
 
 
 def _window(window: Optional[tuple[int, int]]) -> Optional[tuple[int, int]]:
-    if window is not None and torch.jit.is_tracing():
+    if isinstance(window, (tuple, list)) and any(isinstance(x, Tensor) for x in window):
         return tuple(_whole("each number of window", x) for x in window)
     return window
 

@@ -10,6 +10,7 @@
 #include "autograd/operands_node.h"
 #include "environment.h"
 #include "reference.h"
+#include "vmap/batched.h"
 
 namespace qkv::autograd {
 
@@ -29,6 +30,8 @@ struct QkvAttentionThirdOrder : OperandsNode<QkvAttentionThirdOrder> {
   static variable_list gradients(const variable_list& grads, const Operands& x,
                                  const std::vector<Tensor>& others,
                                  const std::vector<bool>& needs) {
+    const vmap::Level level = level_of(grads, x, others);
+    if (level.any()) return gradients_of_mapped(level, grads, x, others, needs);
     report_third_order();
     const bool graph_is_asked_for = at::GradMode::is_enabled();
     at::AutoGradMode grad_mode(true);
@@ -77,6 +80,40 @@ struct QkvAttentionThirdOrder : OperandsNode<QkvAttentionThirdOrder> {
       if (needs[i]) result[i] = found[next++];
     }
     return result;
+  }
+
+ private:
+  static vmap::Level level_of(const variable_list& grads, const Operands& x,
+                              const std::vector<Tensor>& others) {
+    return vmap::Level(x, optional(others[0]), optional(others[1]), optional_tangents(&others[2]),
+                       optional(grads[0]), optional(grads[1]), optional_tangents(&grads[2]));
+  }
+
+  /// Nothing that is done with tensors of vmap is recorded, where the level of the grad or vjp
+  /// inside of it has ended: as in vmap/, the mapped dimension becomes one more batch dimension.
+  static variable_list gradients_of_mapped(const vmap::Level& level, const variable_list& grads,
+                                           const Operands& x, const std::vector<Tensor>& others,
+                                           const std::vector<bool>& needs) {
+    Needs all;
+    all.fill(true);
+    const auto unwrap = [&](const variable_list& on_level) {
+      variable_list off;
+      for (size_t i = 0; i < 2; ++i) {
+        off.push_back(level.in_front(optional(on_level[i])).value_or(Tensor()));
+      }
+      for (const auto& t : level.unwrap(x, optional_tangents(&on_level[2]), all)) {
+        off.push_back(t.value_or(Tensor()));
+      }
+      return off;
+    };
+    variable_list found = gradients(unwrap(grads), level.unwrap(x, all), unwrap(others), needs);
+    variable_list inputs = variables(x);
+    inputs.insert(inputs.begin(), others.begin(), others.begin() + 2);
+    inputs.insert(inputs.end(), others.begin() + 2, others.end());
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (found[i].defined()) found[i] = level.wrap_gradient(found[i], inputs[i]);
+    }
+    return found;
   }
 };
 

@@ -101,15 +101,24 @@ class Level {
                    in_front(x.dropout_seed)});
   }
 
-  /// Tangents of those operands; they need not be mapped where their operand is.
-  Tangents unwrap(const Operands& x, const Tangents& t) const {
+  /// Tangents of those operands; they need not be mapped where their operand is, unless `always`
+  /// names it.
+  Tangents unwrap(const Operands& x, const Tangents& t, Needs always = {}) const {
     const int64_t rank = rank_of(x);
     return {in_front(t[0]),
             in_front(t[1]),
             in_front(t[2]),
-            in_front_of(rank, t[3]),
-            in_front_of(rank - 2, t[4]),
-            in_front_of(rank - 2, t[5])};
+            in_front_of(rank, t[3], always[3]),
+            in_front_of(rank - 2, t[4], always[4]),
+            in_front_of(rank - 2, t[5], always[5])};
+  }
+
+  /// The operands that are mapped, or whose tangents are.
+  Needs mapped(const Operands& x, const Tangents& t) const {
+    const auto operands = x.tensors();
+    Needs mapped;
+    for (size_t i = 0; i < mapped.size(); ++i) mapped[i] = maps(operands[i]) || maps(t[i]);
+    return mapped;
   }
 
   /// The gradient of `input` on the level again. What is of lower rank than the batch was given

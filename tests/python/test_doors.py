@@ -211,6 +211,22 @@ def test_what_is_computed_from_sizes_is_a_constant_of_a_trace_which_warns():
     assert torch.equal(traced(q, k), f(q, k))
 
 
+def test_graphs_take_positions_in_tensors():
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, at):
+            window = (at + 1, 0)
+            return qkv.attention(q, k, k, is_causal=True, window=window, query_offset=at)
+
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8)
+    attend = Attend()
+    compiled = torch.compile(attend, backend="aot_eager")
+    exported = torch.export.export(attend, (q, k, torch.tensor(2))).module()
+    for at in (2, 4):
+        expected = qkv.attention(q, k, k, is_causal=True, window=(at + 1, 0), query_offset=at)
+        for graph in (attend, compiled, exported):
+            assert torch.equal(graph(q, k, torch.tensor(at)), expected)
+
+
 def test_torchscript_makes_two_numbers_of_one():
     @torch.jit.script
     def f(q):

@@ -15,8 +15,8 @@
 //
 // Nor does what the S' of a row have in common, as when all keys do. If the forward's O differs
 // from what P gives, as it is of rounded weights, of few rows or was stored in 16 bits, it would be
-// multiplied with that. So a pass before finds the mean that P gives the S' of a row, which is
-// taken from these and from sink'. So it does in second order, where lse' is to fit S' to the last
+// multiplied with that. So a pass before finds the mean that P and W give the S' of a
+// row and sink', which is taken from these: lse' but for roundings. So it does in second order, where lse' is to fit S' to the last
 // digit, as what is left is multiplied with keys:
 //
 //     lse' = mean + rowsum(P ∘ (S' - mean)) + W ∘ (sink' - mean)
@@ -44,8 +44,8 @@ struct OutputTangent {
   T* out_t;  // [Dv][rows], without - (lse' - mean) ∘ O
   bool rounds;
   bool takes_means;
-  alignas(64) T mean[kRows];     // of S', or 0
-  alignas(64) T weights[kRows];  // that it is of
+  alignas(64) T mean[kRows];     // of S' and sink', or 0
+  alignas(64) T weights[kRows];  // of the keys, that it is of
   alignas(64) T lse_t[kRows];    // lse' - mean
   alignas(64) T rounded[kRows];  // sums of P ∘ (S' - mean) as multiplied
 
@@ -83,9 +83,10 @@ struct OutputTangent {
   }
 
   /// After all blocks.
-  void end_means() {
+  void end_means(const JvpParams<T>& params) {
     for (int r = 0; r < kRows; ++r) {
-      const T x = mean[r] / weights[r];
+      const Sink sink = r < work.tile.rows ? sink_of_row(params, r) : Sink{};
+      const T x = (mean[r] + sink.weight * sink.moves) / (weights[r] + sink.weight);
       mean[r] = x - x == T(0) ? x : T(0);  // of a row that keeps a key, if it is finite
     }
   }
@@ -134,14 +135,10 @@ struct OutputTangent {
       const int64_t scalar = tile.scalar(p, r);
       const T rest = params.lse_rest[scalar];
       T of_out = rounds ? rounded[r] : lse_t[r];
-      const bool sink_moves = work.along.sinks.data != nullptr;
-      if (sink_moves || (p.sinks.data != nullptr && mean[r] != T(0))) {
-        const T weight = sink_weight(tile.number_of_head(p.sinks, r), params.lse[scalar], rest);
-        const T sink_t = sink_moves ? tile.number_of_head(work.along.sinks, r) : T(0);
-        const T moved = weight * (sink_t - mean[r]);
-        lse_t[r] += moved;
-        of_out += moved;
-      }
+      const Sink sink = sink_of_row(params, r);
+      const T moved = sink.weight * (sink.moves - mean[r]);
+      lse_t[r] += moved;
+      of_out += moved;
       if (has_no_keys(rest)) of_out = T(0);  // its output stays 0, whatever its sink does
       params.lse_t[scalar] = lse_t[r] + mean[r];
       const T* out = out_rows[r];
@@ -150,6 +147,21 @@ struct OutputTangent {
         to[d] = out_t[d * kRows + r] - of_out * out[d];
       }
     }
+  }
+
+ private:
+  struct Sink {
+    T weight = T(0), moves = T(0);
+  };
+
+  Sink sink_of_row(const JvpParams<T>& params, int r) const {
+    const Problem<T>& p = work.p;
+    const auto& sinks_t = work.along.sinks;
+    if (p.sinks.data == nullptr) return {};
+    const int64_t scalar = work.tile.scalar(p, r);
+    return {sink_weight(work.tile.number_of_head(p.sinks, r), params.lse[scalar],
+                        params.lse_rest[scalar]),
+            sinks_t.data != nullptr ? work.tile.number_of_head(sinks_t, r) : T(0)};
   }
 };
 
@@ -255,7 +267,7 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
       blocks.for_each([&](int64_t n, int keys) {
         if (work.load_block(n, keys) != TileState::kEmpty) output.add_to_means(keys);
       });
-      output.end_means();
+      output.end_means(params);
     }
     blocks.for_each([&](int64_t n, int keys) {
       const TileState state = keeps ? work.reload_block(n, keys) : work.load_block(n, keys);

@@ -16,9 +16,7 @@
 //     O_r += P[k][r] · V_k          O in registers
 //
 // and Q, K and V may be stored in 16 bits. S and P are dense, so that a vector of exponentials has
-// several keys. Where masks, softcap or ALiBi change scores of several rows these lie as in other
-// tiles meanwhile, a row in a lane, so that it is the same code; those of one row stay where they
-// are.
+// several keys; masks, softcap and ALiBi change them where they are.
 //
 // Products: few_rows_of_numbers.inc.h, few_rows_in_pairs.inc.h.
 
@@ -86,31 +84,6 @@ inline typename Simd<T>::Number fold_lanes(typename Simd<T>::Number x, F f) {
   return Simd<T>::load(lane);
 }
 
-/// in_lanes[key][a vector] = dense[key][kRows]; lanes after the rows are left alone.
-template <int kRows, class T>
-inline void put_in_lanes(int keys, const T* dense, T* in_lanes) {
-  for (int k = 0; k < keys; ++k) {
-    for (int r = 0; r < kRows; ++r) in_lanes[k * Simd<T>::kWidth + r] = dense[k * kRows + r];
-  }
-}
-
-template <int kRows, class T>
-inline void take_from_lanes(int keys, const T* in_lanes, T* dense) {
-  for (int k = 0; k < keys; ++k) {
-    for (int r = 0; r < kRows; ++r) dense[k * kRows + r] = in_lanes[k * Simd<T>::kWidth + r];
-  }
-}
-
-/// scores[key][kRows] with all that happens to them, which goes by vectors with a row in a lane.
-template <class T, int kRows>
-inline void change_scores(const ScoreRows<T, 1, Simd<T>::kWidth>& rows, int keys, T* scores,
-                          T* in_lanes) {
-  put_in_lanes<kRows>(keys, scores, in_lanes);
-  typename Simd<T>::Number max[1];
-  rows.change(keys, in_lanes, max);
-  take_from_lanes<kRows>(keys, in_lanes, scores);
-}
-
 /// The maxima of scores[key][kRows], -inf after the last up to a whole vector.
 template <class T, int kRows>
 inline typename Simd<T>::Number max_of_scores(int keys, T* scores) {
@@ -159,8 +132,8 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   const int64_t out_row = round_up_to_vector<T>(p.value_dim);
   T* out = scratch;
   T* scores = out + kRows * out_row;
-  T* in_lanes = scores + kFewRowsBlockKeys * kRows;
-  T* bias = in_lanes + kFewRowsBlockKeys * S::kWidth;
+  T* bias_between = scores + kFewRowsBlockKeys * kRows;
+  T* bias = bias_between + kFewRowsBlockKeys * S::kWidth;
   Query* query = reinterpret_cast<Query*>(bias + kFewRowsBlockKeys * S::kWidth);
   MaskTile<T, S::kWidth> mask{
       reinterpret_cast<uint8_t*>(query + Products::query_size(kRows, p.head_dim)), bias};
@@ -168,7 +141,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   AlibiTile<T, 1> alibi;
   alibi.load(p, tile);
   set_to_zero(out, kRows * out_row);
-  [[maybe_unused]] bool lanes_are_clear = false;
+  if (kRows > 1 && mask.has_bias(p)) set_to_zero(bias_between, kFewRowsBlockKeys * kRows);
   const Stored* rows[kRows];
   for (int r = 0; r < kRows; ++r) {
     rows[r] = r < tile.rows ? tile.template stored_row<Stored>(p.query, r) : nullptr;
@@ -184,22 +157,15 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     const int block =
         range.end - n < kFewRowsBlockKeys ? static_cast<int>(range.end - n) : kFewRowsBlockKeys;
     const TileState state =
-        kRows == 1 ? mask.load_row(p, tile, n, block) : mask.load(p, tile, n, block);
+        mask.load_few_rows(p, tile, n, block, kFewRowsBlockKeys);
     if (state == TileState::kEmpty) continue;
-    const ScoreRows<T, 1, S::kWidth> block_scores(p, mask, alibi, n, 0, 0, state);
     const Stored* block_values = values + n * p.value.row_stride;
     Products::template scores<kRows>(
         block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, p.scale, scores,
         next_rows<T>(tile, p.value, p.key_value_storage, {n, n + block}, p.value_dim));
-    if (block_scores.changes()) {
-      if constexpr (kRows == 1) {
-        change_scores_of_row<kFewRowsBlockKeys>(p, mask, alibi, n, block, state, scores);
-      } else {
-        // Those without a row are read as well.
-        if (!lanes_are_clear) set_to_zero(in_lanes, kFewRowsBlockKeys * S::kWidth);
-        lanes_are_clear = true;
-        change_scores<T, kRows>(block_scores, block, scores, in_lanes);
-      }
+    if (changes_scores(p, state)) {
+      change_scores_of_few_rows<kRows, kFewRowsBlockKeys>(p, tile.rows, mask, alibi, n, block,
+                                                          state, bias_between, scores);
     }
     const auto block_max = max_of_scores<T, kRows>(block, scores);
     if (S::any_greater(block_max, softmax.max)) {

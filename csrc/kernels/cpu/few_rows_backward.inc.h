@@ -83,6 +83,21 @@ struct FewRowsMemory {
   }
 };
 
+/// in_lanes[key][a vector] = dense[key][kRows]; lanes after the rows are left alone.
+template <int kRows, class T>
+inline void put_in_lanes(int keys, const T* dense, T* in_lanes) {
+  for (int k = 0; k < keys; ++k) {
+    for (int r = 0; r < kRows; ++r) in_lanes[k * Simd<T>::kWidth + r] = dense[k * kRows + r];
+  }
+}
+
+template <int kRows, class T>
+inline void take_from_lanes(int keys, const T* in_lanes, T* dense) {
+  for (int k = 0; k < keys; ++k) {
+    for (int r = 0; r < kRows; ++r) dense[k * kRows + r] = in_lanes[k * Simd<T>::kWidth + r];
+  }
+}
+
 /// S[key][kRows] and dP become P and dS. What they add to the gradient of a row's slope goes to
 /// slope_gradient[row], unless it is nullptr.
 template <int kRows, class T>

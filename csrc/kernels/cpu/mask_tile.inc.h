@@ -88,28 +88,36 @@ struct MaskTile {
     return any == 0 ? TileState::kEmpty : lost == 0 ? TileState::kFull : TileState::kPartial;
   }
 
-  /// The same of a tile of one row, key by key: bias[keys], and bits of the first lane only.
-  QKV_ONE_COPY TileState load_row(const Problem<T>& problem, const RowTile<kRows>& tile,
-                                  int64_t first_key, int keys) {
-    const KeyRange seen = keys_of_query(problem.band, tile.query[0], problem.keys);
+  /// The same of few rows, one after the other: bias[row][most_keys], and bits of these rows only.
+  QKV_ONE_COPY TileState load_few_rows(const Problem<T>& problem, const RowTile<kRows>& tile,
+                                       int64_t first_key, int keys, int most_keys) {
     const bool has_masks =
         problem.attn_mask.type != MaskType::kNone || problem.key_mask.data != nullptr;
-    if (!has_masks && seen.contains({first_key, first_key + keys})) return TileState::kFull;
+    if (!has_masks &&
+        keys_of_all(problem.band, tile.first_query(), tile.last_query(), problem.keys)
+            .contains({first_key, first_key + keys})) {
+      return TileState::kFull;
+    }
 
     uint64_t any = 0, lost = 0;
     for (int k = 0; k < keys; k += kWordKeys) {
       const int count = keys - k < kWordKeys ? keys - k : kWordKeys;
       const int64_t first = first_key + k;
       const uint64_t inside = bits_in_range(0, count);
-      uint64_t kept = inside & bits_in_range(seen.begin - first, seen.end - first);
-      if (problem.key_mask.data != nullptr) {
-        kept &= bits_of_key_mask(problem.key_mask, tile, first, count);
-      }
-      kept &= bits_of_row(problem.attn_mask, tile, first, count, bias + k);
-      any |= kept;
-      lost |= inside & ~kept;
-      for (int b = 0; b < count; b += 8) {
-        bits[(k + b) / 8 * kRows] = static_cast<uint8_t>(kept >> b);
+      const uint64_t kept_by_all =
+          problem.key_mask.data == nullptr
+              ? inside
+              : bits_of_key_mask(problem.key_mask, tile, first, count) & inside;
+      for (int r = 0; r < tile.rows; ++r) {
+        const KeyRange seen = keys_of_query(problem.band, tile.query[r], problem.keys);
+        const uint64_t kept =
+            kept_by_all & bits_in_range(seen.begin - first, seen.end - first) &
+            bits_of_row(problem.attn_mask, tile, r, first, count, bias + r * most_keys + k);
+        any |= kept;
+        lost |= inside & ~kept;
+        for (int b = 0; b < count; b += 8) {
+          bits[(k + b) / 8 * kRows + r] = static_cast<uint8_t>(kept >> b);
+        }
       }
     }
     return any == 0 ? TileState::kEmpty : lost == 0 ? TileState::kFull : TileState::kPartial;
@@ -128,31 +136,31 @@ struct MaskTile {
         mask.column_stride, keys);
   }
 
-  /// The pairs of the first row that the mask keeps. A float mask is written to `to`.
-  static uint64_t bits_of_row(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key,
-                              int keys, T* to) {
+  /// The pairs of row r that the mask keeps. A float mask is written to `to`, in whole vectors.
+  static uint64_t bits_of_row(const Mask& mask, const RowTile<kRows>& tile, int r,
+                              int64_t first_key, int keys, T* to) {
     switch (mask.type) {
       case MaskType::kNone:
         break;
       case MaskType::kBool:
-        return bits_of_bools(mask_row<uint8_t>(mask, tile, 0, first_key), mask.column_stride, keys);
+        return bits_of_bools(mask_row<uint8_t>(mask, tile, r, first_key), mask.column_stride, keys);
       case MaskType::kFloat32:
-        return bits_of_float_row<float>(mask, tile, first_key, keys, to);
+        return bits_of_float_row<float>(mask, tile, r, first_key, keys, to);
       case MaskType::kFloat64:
-        return bits_of_float_row<double>(mask, tile, first_key, keys, to);
+        return bits_of_float_row<double>(mask, tile, r, first_key, keys, to);
       case MaskType::kBFloat16:
-        return bits_of_float_row<BFloat16>(mask, tile, first_key, keys, to);
+        return bits_of_float_row<BFloat16>(mask, tile, r, first_key, keys, to);
       case MaskType::kFloat16:
-        return bits_of_float_row<Float16>(mask, tile, first_key, keys, to);
+        return bits_of_float_row<Float16>(mask, tile, r, first_key, keys, to);
     }
     return ~uint64_t{0};
   }
 
   template <class M>
-  static uint64_t bits_of_float_row(const Mask& mask, const RowTile<kRows>& tile, int64_t first_key,
-                                    int keys, T* to) {
+  static uint64_t bits_of_float_row(const Mask& mask, const RowTile<kRows>& tile, int r,
+                                    int64_t first_key, int keys, T* to) {
     using S = Simd<T>;
-    const M* row = mask_row<M>(mask, tile, 0, first_key);
+    const M* row = mask_row<M>(mask, tile, r, first_key);
     const auto dropped = S::set(-static_cast<T>(__builtin_inff()));
     uint64_t lost = 0;
     for (int k = 0; k < keys; k += S::kWidth) {

@@ -66,36 +66,68 @@ QKV_INLINE uint64_t bytes_of_bits(uint8_t bits) {
   return (apart + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull;
 }
 
-/// All that happens to scores[key] of one row, for which its mask was loaded (MaskTile::load_row),
-/// in whole vectors.
-template <int kMostKeys, class T, int kRows>
-QKV_ONE_COPY void change_scores_of_row(const Problem<T>& p, const MaskTile<T, kRows>& mask,
-                                       const AlibiTile<T, kRows / Simd<T>::kWidth>& alibi,
-                                       int64_t first_key, int keys, TileState state, T* scores) {
+/// kept[key][kFew], zeros before, becomes 1 of pairs whose bits are set (MaskTile).
+template <int kFew, int kRows, int kMostBytes>
+inline void set_kept_bytes(const uint8_t* bits, int rows, int keys, uint8_t (&kept)[kMostBytes]) {
+  for (int k = 0; k < keys && k < kMostBytes / kFew; k += 8, bits += kRows) {
+    if constexpr (kFew == 1) {
+      const uint64_t bytes = bytes_of_bits(bits[0]);
+      __builtin_memcpy(kept + k, &bytes, 8);
+    } else {
+      for (int r = 0; r < rows; ++r) {
+        for (int b = 0; b < 8; ++b) kept[(k + b) * kFew + r] = bits[r] >> b & 1;
+      }
+    }
+  }
+}
+
+/// Whether anything happens to scores.
+template <class T>
+inline bool changes_scores(const Problem<T>& p, TileState state) {
+  return state == TileState::kPartial || p.softcap != T(0) || p.alibi_slopes.data != nullptr ||
+         (p.attn_mask.type != MaskType::kNone && p.attn_mask.type != MaskType::kBool);
+}
+
+/// All that happens to scores[key][kFew] of few rows, for which their mask was loaded
+/// (MaskTile::load_few_rows), in whole vectors. `between`, [kMostKeys][kFew], takes a float mask in
+/// that order; zeros in the place of rows that the tile does not have stay there.
+template <int kFew, int kMostKeys, class T, int kRows>
+QKV_ONE_COPY void change_scores_of_few_rows(const Problem<T>& p, int rows,
+                                            const MaskTile<T, kRows>& mask,
+                                            const AlibiTile<T, kRows / Simd<T>::kWidth>& alibi,
+                                            int64_t first_key, int keys, TileState state, T* between,
+                                            T* scores) {
   using S = Simd<T>;
+  static_assert(S::kWidth % kFew == 0);
   const Softcap<T> softcap(p.softcap);
   const bool caps = softcap.cap != T(0), has_alibi = p.alibi_slopes.data != nullptr;
   const T* bias = mask.has_bias(p) ? mask.bias : nullptr;
-  const auto dropped = S::set(-static_cast<T>(__builtin_inff()));
-  alignas(64) T lanes[S::kWidth];
-  for (int l = 0; l < S::kWidth; ++l) lanes[l] = static_cast<T>(l);
-  const bool drops = state == TileState::kPartial;
-  uint8_t kept[kMostKeys] = {};
-  for (int k = 0; drops && k < keys; k += 8) {
-    const uint64_t bytes = bytes_of_bits(mask.bits[k / 8 * kRows]);
-    __builtin_memcpy(kept + k, &bytes, 8);
-  }
-  for (int k = 0; k < keys; k += S::kWidth) {
-    auto x = S::load(scores + k);
-    if (caps) x = softcap(x);
-    if (bias != nullptr) x = x + S::load(bias + k);
-    if (has_alibi) {
-      const auto ahead = S::set(static_cast<T>(alibi.first_position - first_key - k));
-      const auto distance = absolute<T>(ahead - S::load(lanes));
-      x = S::fma(S::set(-alibi.slope[0]), distance, x);
+  if (kFew > 1 && bias != nullptr) {
+    for (int r = 0; r < rows; ++r) {
+      for (int k = 0; k < keys; ++k) between[k * kFew + r] = bias[r * kMostKeys + k];
     }
-    if (drops) x = S::select(S::bit_of_bytes(kept + k, 0), x, dropped);
-    S::store(scores + k, x);
+    bias = between;
+  }
+  const auto dropped = S::set(-static_cast<T>(__builtin_inff()));
+  alignas(64) T minus_slope[S::kWidth], position[S::kWidth];
+  for (int l = 0; has_alibi && l < S::kWidth; ++l) {
+    minus_slope[l] = -alibi.slope[l % kFew];
+    position[l] = alibi.position[l % kFew] - static_cast<T>(l / kFew);
+  }
+  const bool drops = state == TileState::kPartial;
+  uint8_t kept[kMostKeys * kFew] = {};
+  if (drops) set_kept_bytes<kFew, kRows>(mask.bits, rows, keys, kept);
+  for (int x = 0; x < keys * kFew; x += S::kWidth) {
+    auto score = S::load(scores + x);
+    if (caps) score = softcap(score);
+    if (bias != nullptr) score = score + S::load(bias + x);
+    if (has_alibi) {
+      const auto ahead = S::set(static_cast<T>(alibi.first_position - first_key - x / kFew));
+      const auto distance = absolute<T>(ahead + S::load(position));
+      score = S::fma(S::load(minus_slope), distance, score);
+    }
+    if (drops) score = S::select(S::bit_of_bytes(kept + x, 0), score, dropped);
+    S::store(scores + x, score);
   }
 }
 

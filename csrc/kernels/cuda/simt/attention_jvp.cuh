@@ -11,7 +11,7 @@
 //     O'   = (R ∘ P ∘ S') V + (R ∘ P) V' - lse' ∘ O
 //
 // Of operands in 16 bits, whose O was stored in them and may be of rounded weights, a pass before
-// finds the mean that P gives the S' of a row. It is taken from these and from sink', so that what
+// finds the mean that P and W give the S' of a row and sink'. It is taken from these, so that what
 // they have in common is not multiplied with the rounding, as on a CPU
 // (kernels/cpu/attention_jvp.inc.h).
 //
@@ -133,6 +133,16 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   set_to_zero(out_t_of_all);
   const auto key = moving_keys<Element>(p, p.key, along.key, u.batch, u.kv_head);
   const auto value = moving_keys<Element>(p, p.value, along.value, u.batch, u.kv_head);
+  // The weight of a row's sink, and how that moves.
+  const auto sink_of_row = [&](int r, T& weight, T& sink_t) {
+    weight = sink_t = T(0);
+    if (p.sinks.data == nullptr) return;
+    const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, u.batch, r);
+    weight = sink_weight(number_of_head(p, p.sinks, u.batch, head),
+                         device::load_global(params.lse + scalar),
+                         device::load_global(params.lse_rest + scalar));
+    if (along.sinks.data != nullptr) sink_t = number_of_head(p, along.sinks, u.batch, head);
+  };
   T mean[kLeastOwn] = {};
   if constexpr (sizeof(Element) == 2) {
     if (moves) {
@@ -146,7 +156,12 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
       u.for_each_tile(p, any, scores.masks(), add_tile, [] {});
 #pragma unroll
       for (int i = 0; i < kLeastOwn; ++i) {
-        const T x = sum_of_lanes<kSide>(moved[i]) / sum_of_lanes<kSide>(weights[i]);
+        const T of_keys = sum_of_lanes<kSide>(moved[i]), of_weights = sum_of_lanes<kSide>(weights[i]);
+        const int r = thread_y() * kLeastOwn + i;
+        if (r >= u.rows) continue;
+        T weight, sink_t;
+        sink_of_row(r, weight, sink_t);
+        const T x = (of_keys + weight * sink_t) / (of_weights + weight);
         if (x - x == T(0)) mean[i] = x;  // of a row that keeps a key, if it is finite
       }
     }
@@ -175,15 +190,11 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
     const int r = thread_y() * kLeastOwn + i;
     T lse_t_of_row = sum_of_lanes<kSide>(lse_t_of_all[i]);
     if (r >= u.rows) continue;
-    const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, u.batch, r);
+    const int64_t scalar = tile.scalar(p, u.batch, r);
     const T rest = device::load_global(params.lse_rest + scalar);
-    const bool sink_moves = along.sinks.data != nullptr;
-    if (sink_moves || (p.sinks.data != nullptr && mean[i] != T(0))) {
-      const T weight = sink_weight(number_of_head(p, p.sinks, u.batch, head),
-                                   device::load_global(params.lse + scalar), rest);
-      const T sink_t = sink_moves ? number_of_head(p, along.sinks, u.batch, head) : T(0);
-      lse_t_of_row += weight * (sink_t - mean[i]);
-    }
+    T weight, sink_t;
+    sink_of_row(r, weight, sink_t);
+    lse_t_of_row += weight * (sink_t - mean[i]);
     if (u.chunk == 0 && thread_x() == 0) {
       device::store_global(params.lse_t + scalar, lse_t_of_row + mean[i]);
     }
