@@ -16,8 +16,8 @@
 
 namespace qkv {
 
-/// Strides for a dense tensor of these sizes, with its dimensions ordered in memory as those with the
-/// strides `like` (as many) are. Dimensions of stride 0 keep their place.
+/// Strides for a dense tensor of these sizes, with its dimensions ordered in memory as those with
+/// the strides `like` (as many) are. Dimensions of stride 0 keep their place.
 inline std::vector<c10::SymInt> dense_strides(c10::SymIntArrayRef like, c10::SymIntArrayRef sizes) {
   const auto rank = static_cast<int64_t>(sizes.size());
   std::vector<int64_t> order(rank);  // outermost first

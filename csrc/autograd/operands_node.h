@@ -12,6 +12,7 @@
 
 #include "autograd/compat.h"
 #include "internal_op.h"
+#include "vmap/batched.h"
 
 // The autograd nodes of the internal operators are written by hand, as ATen's own are generated:
 // torch::autograd::Function refuses forward mode and every torch.func transform.
@@ -120,7 +121,9 @@ class OperandsNode : public Node {
   std::vector<Tensor> unpacked() {
     std::vector<Tensor> tensors;
     for (size_t i = 0; i < saved_.size(); ++i) {
-      tensors.push_back(is_output(i) ? saved_[i].unpack(this->getptr()) : saved_[i].unpack());
+      const Tensor x = is_output(i) ? saved_[i].unpack(this->getptr()) : saved_[i].unpack();
+      // Of a level of torch.func that has ended nothing is to be seen.
+      tensors.push_back(x.defined() ? at::functorch::unwrapIfDead(x) : x);
     }
     return tensors;
   }

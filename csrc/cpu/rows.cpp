@@ -45,7 +45,7 @@ class Matrices {
   }
 
   void copy(void (*transpose)(const kernels::Transposition&)) const {
-    constexpr int64_t kRows = 512;  // at once: threads share matrices too
+    constexpr int64_t kRows = 512;        // at once: threads share matrices too
     constexpr int64_t kFewest = 1 << 15;  // numbers that are worth a thread
     const int64_t rows = from_.size(rows_), parts = (rows + kRows - 1) / kRows;
     const int64_t numbers = std::min(rows, kRows) * matrix_.columns;
@@ -88,8 +88,7 @@ class Matrices {
 void copy(const Tensor& from, const Tensor& to) {
   if (from.scalar_type() != to.scalar_type()) return copy(from.to(to.scalar_type()), to);
   const int64_t rows = innermost(from), columns = innermost(to);
-  if (from.numel() == 0 || rows < 0 || columns < 0 || rows == columns ||
-      from.element_size() == 1) {
+  if (from.numel() == 0 || rows < 0 || columns < 0 || rows == columns || from.element_size() == 1) {
     to.copy_(from);
     return;
   }

@@ -59,4 +59,13 @@ QKV_INLINE T sink_weight(T sink, T lse, T lse_rest) {
   return below >= T(0) ? T(1) : natural_exp(below);
 }
 
+/// mean · (1 - W) + W · sink', where the keys have `of_keys` of the weight and the sink has W: the
+/// one is the other's difference from 1, so the smaller of them tells both.
+template <class T>
+QKV_INLINE T mean_with_sink(T mean, T of_keys, T of_sink, T sink_t) {
+  constexpr T kNearlyAll = T(0.9375);
+  return of_sink < kNearlyAll ? mean + of_sink * (sink_t - mean)
+                              : of_keys * mean + of_sink * sink_t;
+}
+
 }  // namespace qkv::kernels::QKV_ISA

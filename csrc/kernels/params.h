@@ -13,8 +13,8 @@ namespace qkv::kernels {
 /// Batch dimensions left after neighbours that step alike in every tensor have been merged.
 constexpr int kMaxBatchRank = 8;
 
-/// A tensor (batch.., head, row, column). Inputs have column_stride 1, on a CPU outputs too; on a GPU
-/// these may have any.
+/// A tensor (batch.., head, row, column). Inputs have column_stride 1, on a CPU outputs too; on a
+/// GPU these may have any.
 template <class T>
 struct Operand {
   T* data;

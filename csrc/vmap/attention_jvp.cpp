@@ -13,8 +13,8 @@ TensorTuple<2> attention_jvp(const Operands& x, const ForwardResults& forward,
   if (!level.any()) return attention_jvp_op()(x, forward, tangents);
   // A tangent has a gradient of its operand's shape: both are mapped, or none.
   const Needs mapped = level.mapped(x, tangents);
-  const auto [out_t, lse_t] = attention_jvp_op()(
-      level.unwrap(x, mapped), level.in_front(forward), level.unwrap(x, tangents, mapped));
+  const auto [out_t, lse_t] = attention_jvp_op()(level.unwrap(x, mapped), level.in_front(forward),
+                                                 level.unwrap(x, tangents, mapped));
   return {level.wrap(out_t), level.wrap(lse_t)};
 }
 

@@ -15,7 +15,8 @@
 // Of ATen/functorch/DynamicLayer.h, which cannot be included from an installed torch.
 namespace at::functorch {
 TORCH_API const std::shared_ptr<bool>& getLifeHandleForLevel(int64_t level);
-}
+TORCH_API Tensor unwrapIfDead(const Tensor& tensor);
+}  // namespace at::functorch
 
 namespace qkv::vmap {
 

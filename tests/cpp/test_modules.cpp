@@ -236,12 +236,57 @@ TEST_F(Modules, CopiesOfACacheGoOnByThemselves) {
       torch::allclose(module->forward(last, {}, {}, {}, {}, cache), whole.slice(1, 4), 1e-5, 1e-6));
 }
 
-TEST_F(Modules, DropoutInTrainingOnly) {
-  MultiheadAttention module(MultiheadAttentionOptions(8, 2).dropout(0.5));
+template <class Module>
+void expect_dropout_in_training_only(Module module) {
   const Tensor x = torch::randn({1, 20, 8});
   EXPECT_FALSE(torch::equal(module(x), module(x)));
   module->eval();
   EXPECT_TRUE(torch::equal(module(x), module(x)));
+}
+
+TEST_F(Modules, DropoutInTrainingOnly) {
+  using Scaled = ScaledDotProductAttention;
+  expect_dropout_in_training_only(Scaled(ScaledDotProductAttentionOptions().dropout(0.5)));
+  expect_dropout_in_training_only(SelfAttention(SelfAttentionOptions(8, 8).dropout(0.5)));
+  expect_dropout_in_training_only(MultiheadAttention(MultiheadAttentionOptions(8, 2).dropout(0.5)));
+  SelfAttention drops_all(SelfAttentionOptions(8, 8).dropout(1.0));
+  EXPECT_FALSE(drops_all(torch::randn({1, 20, 8})).any().item<bool>());
+}
+
+TEST_F(Modules, TheKeyIsAlsoTheValueAndWhatPaddingIsOf) {
+  const Tensor query = torch::randn({2, 3, 5, 8}), key = torch::randn({2, 3, 7, 8});
+  const Tensor padding = torch::arange(7) > 4, kept = key.slice(-2, 0, 5);
+  ScaledDotProductAttention scaled;
+  MultiheadAttention multihead(8, 2);
+  EXPECT_TRUE(torch::equal(scaled(query, key), scaled(query, key, key)));
+  EXPECT_TRUE(torch::equal(multihead(query, key), multihead(query, key, key)));
+  const Tensor expected = scaled(query, kept, kept);
+  EXPECT_TRUE(torch::allclose(scaled(query, key, key, Tensor(), padding), expected, 1e-5, 1e-6));
+  const auto [out, weights] = scaled->forward_with_weights(query, key, key, {}, padding);
+  EXPECT_TRUE(torch::allclose(out, expected, 1e-5, 1e-6));
+  EXPECT_FALSE(weights.slice(-1, 5).any().item<bool>());
+}
+
+TEST_F(Modules, AverageWeightsWithoutABatch) {
+  MultiheadAttention module(8, 2);
+  const Tensor x = torch::randn({5, 8});
+  const Tensor weights = std::get<1>(module->forward_with_weights(x));
+  const Tensor mean = std::get<1>(module->forward_with_weights(x, {}, {}, {}, {}, {}, true));
+  EXPECT_TRUE(torch::equal(mean, weights.mean(-3)));
+}
+
+TEST_F(Modules, WeightsAndPaddingWithACache) {
+  torch::NoGradGuard no_grad;
+  MultiheadAttention module(MultiheadAttentionOptions(8, 2).causal(true).window(-1, 0));
+  const Tensor x = torch::randn({2, 5, 8}), padding = torch::arange(5) < 2;
+  const auto cache = c10::make_intrusive<KVCache>(5);
+  const auto [out, weights] = module->forward_with_weights(x, {}, {}, {}, padding);
+  module->forward_with_weights(x.slice(1, 0, 3), {}, {}, {}, padding.slice(0, 0, 3), cache);
+  EXPECT_EQ(cache->length(), 3);
+  const auto [last, of_last] =
+      module->forward_with_weights(x.slice(1, 3), {}, {}, {}, padding, cache);
+  EXPECT_TRUE(torch::allclose(last, out.slice(1, 3), 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(of_last, weights.slice(2, 3), 1e-5, 1e-6));
 }
 
 TEST_F(Modules, Initialisation) {

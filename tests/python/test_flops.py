@@ -73,3 +73,17 @@ def test_double_backward():
     grads = torch.autograd.grad(out, args, torch.randn_like(out), create_graph=True)
     squares = sum((g * g).sum() for g in grads)
     assert counted(torch.autograd.grad, squares, args) == 7 * SCORES + 5 * VALUES
+
+
+def test_a_mask_that_moves():
+    q, k, v = torch.randn(B, HQ, M, D), torch.randn(B, HQ, N, D), torch.randn(B, HQ, N, DV)
+    mask = torch.randn(M, N, requires_grad=True)
+
+    def f(mask):
+        return qkv.attention(q, k, v, mask)
+
+    along = (mask.detach(),)
+    assert counted(torch.func.jvp, f, along, along) == 2 * SCORES + 2 * VALUES
+    out = f(mask)
+    (first,) = torch.autograd.grad(out, mask, torch.randn_like(out), create_graph=True)
+    assert counted(torch.autograd.grad, first.sin().sum(), mask) == 3 * SCORES + 3 * VALUES

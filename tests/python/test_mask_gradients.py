@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import samples
 import torch
-from test_masks import DTYPES
+from test_masks import DTYPES, _layouts
 
 import qkv
 
@@ -55,3 +56,34 @@ def test_second_derivative_of_a_mask_that_many_pairs_share():
     w = 6001 / (6001 + math.exp(9))
     expected = torch.tensor([w * (1 - w), w * (1 - w) * (1 - 2 * w)]) * out.numel()
     torch.testing.assert_close(torch.cat([first, second]), expected, atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_heads", [3, 1])
+def test_gradients_do_not_depend_on_where_a_mask_lies(dtype, rows, kv_heads):
+    g, n = samples.generator(3), 200
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    query = normal(2, 3, rows, 8).requires_grad_()
+    key, value = (normal(2, kv_heads, n, 8).requires_grad_() for _ in range(2))
+    masks = {
+        **_layouts(rows, n, 3, dtype),
+        "keys apart": normal(n, 3).t().unsqueeze(1),
+        "rows apart": normal(rows, 3).t().unsqueeze(2),
+        "of the batch": normal(n, 2).t()[:, None, None],
+    }
+
+    def results(mask):
+        mask = mask.detach().requires_grad_()
+        out = qkv.attention(query, key, value, mask, enable_gqa=True)
+        first = torch.autograd.grad(out.sin().sum(), (mask, query), create_graph=True)
+        second = sum(x.sin().sum() for x in first)
+        return out, *first, *torch.autograd.grad(second, (mask, query, key, value))
+
+    for name, mask in masks.items():
+        dense = mask.clone(memory_format=torch.contiguous_format)
+        for found, expected in zip(results(mask), results(dense), strict=True):
+            assert torch.equal(found, expected), name

@@ -554,3 +554,21 @@ def test_gradients_of_rows_with_large_scores(size, rows, dtype):
         torch.testing.assert_close(out, (value.sum(1, keepdim=True) / kept).expand_as(out))
         (grad,) = torch.autograd.grad(out.sum(), leaves[2])
         torch.testing.assert_close(grad, torch.full_like(grad, rows / kept))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 30])
+def test_a_key_mask_that_is_strided(rows):
+    q, k = torch.randn(2, 3, rows, 4), torch.randn(2, 3, 7, 4)
+    for mask in ((torch.rand(2, 14) < 0.6)[:, ::2], torch.tensor([[True], [False]]).expand(2, 7)):
+        expected = qkv.attention(q, k, k, key_mask=mask.contiguous())
+        assert torch.equal(qkv.attention(q, k, k, key_mask=mask), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_a_bool_of_any_byte_is_true(rows):
+    q, k = torch.randn(3, rows, 8), torch.randn(3, 100, 8)
+    bytes = torch.randint(256, (rows, 100), dtype=torch.uint8)
+    bytes[torch.rand(rows, 100) < 0.5] = 0
+    for name, mask in (("attn_mask", bytes), ("key_mask", bytes[0])):
+        found = qkv.attention(q, k, k, **{name: mask.view(torch.bool)})
+        assert torch.equal(found, qkv.attention(q, k, k, **{name: mask != 0}))

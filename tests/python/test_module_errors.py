@@ -152,3 +152,9 @@ def test_cache(case):
             cache.advance(3)
         cached, _ = cache.append(X, X)
     assert torch.equal(cached, torch.cat([X, X], 1))
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_from_torch_refuses(option):
+    with pytest.raises(ValueError, match="add_bias_kv and add_zero_attn have no counterpart"):
+        qkv.nn.MultiheadAttention.from_torch(torch.nn.MultiheadAttention(8, 2, **{option: True}))

@@ -279,11 +279,102 @@ def test_repr():
     assert "num_heads=4, num_kv_heads=2, dropout=0.0, causal=False, window=(2, 0)" in text
 
 
-def test_dropout_in_training_only():
-    module = qkv.nn.MultiheadAttention(8, 2, dropout=0.5)
-    x = torch.randn(1, 20, 8)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: qkv.nn.ScaledDotProductAttention(dropout=p),
+        lambda p: qkv.nn.SelfAttention(8, 8, dropout=p),
+        lambda p: qkv.nn.MultiheadAttention(8, 2, bias=False, dropout=p),
+    ],
+    ids=["sdpa", "self", "mha"],
+)
+def test_dropout_in_training_only(make):
+    module, x = make(0.5), torch.randn(1, 20, 8)
     assert not torch.equal(module(x), module(x))
     assert torch.equal(module.eval()(x), module(x))
+    assert (make(1.0)(x) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [qkv.nn.ScaledDotProductAttention, lambda: qkv.nn.MultiheadAttention(8, 2)],
+    ids=["sdpa", "mha"],
+)
+def test_the_key_is_also_the_value_and_what_padding_is_of(make):
+    module, query, key = make(), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8)
+    padding = torch.arange(7) > 4
+    expected = module(query, key[..., :5, :], key[..., :5, :])
+    torch.testing.assert_close(module(query, key, key_padding_mask=padding), expected)
+    out, weights = module.forward_with_weights(query, key, key_padding_mask=padding)
+    torch.testing.assert_close(out, expected)
+    assert (weights[..., 5:] == 0).all()
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_average_weights_of_any_batch(batch):
+    module, x = qkv.nn.MultiheadAttention(12, 3), torch.randn(*batch, 5, 12)
+    _, weights = module.forward_with_weights(x)
+    _, mean = module.forward_with_weights(x, average_weights=True)
+    assert torch.equal(mean, weights.mean(-3)) and mean.shape == (*batch, 5, 5)
+
+
+def test_weights_with_a_cache():
+    module = qkv.nn.MultiheadAttention(8, 4, num_kv_heads=2, causal=True, window=(3, 0)).eval()
+    x, cache = torch.randn(2, 9, 8), qkv.nn.KVCache(9)
+    with torch.no_grad():
+        out, weights = module.forward_with_weights(x)
+        for i, j in ((0, 4), (4, 5), (5, 9)):
+            part, of_part = module.forward_with_weights(x[:, i:j], cache=cache)
+            assert cache.length() == j
+            torch.testing.assert_close(part, out[:, i:j])
+            torch.testing.assert_close(of_part, weights[..., i:j, :j])
+
+
+@pytest.mark.parametrize("width", [1, 6])
+def test_a_cache_refuses_values_of_another_width(width):
+    cache, x = qkv.nn.KVCache(16), torch.randn(2, 5, 8)
+    cache.append(x, x)
+    with pytest.raises(ValueError, match="do not fit"):
+        cache.append(x, x[..., :width])
+    cache.truncate(0)
+    _, values = cache.append(x, x[..., :width])
+    assert torch.equal(values, x[..., :width])
+
+
+def test_from_torch_takes_the_rest_over():
+    theirs = torch.nn.MultiheadAttention(8, 2, dropout=0.25, dtype=torch.float64).eval()
+    ours = qkv.nn.MultiheadAttention.from_torch(theirs)
+    assert ours.dropout == 0.25 and not ours.training
+    assert {p.dtype for p in ours.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: qkv.nn.MultiheadAttention(8, 2, **options),
+        lambda **options: qkv.nn.SelfAttention(8, 4, bias=True, **options),
+    ],
+    ids=["mha", "self"],
+)
+def test_device_and_dtype_of_all_parameters(make):
+    for p in make(device="meta", dtype=torch.float64).parameters():
+        assert p.is_meta and p.dtype == torch.float64
+
+
+def test_parameters_are_reset():
+    module = qkv.nn.MultiheadAttention(8, 2)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.fill_(9.0)
+    module.reset_parameters()
+    assert all(p.abs().max() < 2 for p in module.parameters())
+
+
+def test_a_window_that_is_unbounded_on_one_side():
+    x, module = torch.randn(2, 5, 8), qkv.nn.MultiheadAttention(8, 2, window=(-1, 0))
+    causal = qkv.nn.MultiheadAttention(8, 2, causal=True)
+    causal.load_state_dict(module.state_dict())
+    assert torch.equal(module(x), causal(x))
 
 
 def test_a_call_that_fails_leaves_the_cache_as_it_was():

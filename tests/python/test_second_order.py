@@ -238,8 +238,10 @@ def test_vmap_within_a_derivative_that_maps_no_operand(derivative):
     torch.testing.assert_close(found, wanted)
 
 
-def plain_attention(q, k, v, is_causal=False, sinks=None, attn_mask=0.0):
+def plain_attention(q, k, v, is_causal=False, sinks=None, attn_mask=0.0, key_mask=None):
     scores = q @ k.mT * q.shape[-1] ** -0.5 + attn_mask
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask, -math.inf)
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
     if sinks is None:
@@ -437,3 +439,17 @@ def test_strict_knows_forward_mode_without_a_kernel(monkeypatch):
         jvp(second, (x,), (x,))
     with pytest.raises(RuntimeError, match="forward mode of forward mode"):
         jvp(lambda x: jvp(attend, (x,), (x,))[1], (x,), (x,))
+
+
+def test_hessian_of_logsumexp_alone():
+    q, k, dq, dk = torch.randn(4, 2, 5, 4, dtype=torch.float64)
+
+    def loss(q, k):
+        return qkv.attention_with_lse(q, k, k)[1].sin().sum()
+
+    gradient = grad(loss, (0, 1))
+    reverse_over_reverse = torch.func.vjp(gradient, q, k)[1]((dq, dk))
+    forward_over_reverse = jvp(gradient, (q, k), (dq, dk))[1]
+    reverse_over_forward = grad(lambda q, k: jvp(loss, (q, k), (dq, dk))[1], (0, 1))(q, k)
+    torch.testing.assert_close(forward_over_reverse, reverse_over_reverse)
+    torch.testing.assert_close(reverse_over_forward, reverse_over_reverse)

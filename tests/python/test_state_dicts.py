@@ -1,6 +1,7 @@
 """Files of state dicts: what reads what, and what is said before anything is changed."""
 
 import json
+import pickle
 import subprocess
 
 import pytest
@@ -169,3 +170,24 @@ def test_cpp_says_what_it_cannot_read(kind, tmp_path):
         return
     assert f"qkv::nn::load_state_dict: {weights} is no archive" in found.stderr
     assert "torch.save(dict(module.state_dict()), path)" in found.stderr
+
+
+class Runs:
+    def __reduce__(self):
+        return exec, ("raise SystemExit",)
+
+
+def test_nothing_in_a_file_is_run(tmp_path):
+    torch.save({"w_q.weight": Runs()}, tmp_path / "file")
+    with pytest.raises(pickle.UnpicklingError):
+        qkv.nn.load_state_dict(qkv.nn.SelfAttention(4, 4), tmp_path / "file")
+
+
+def test_script_archives_of_a_module_in_two_places(tmp_path):
+    def shared(number):
+        return torch.nn.Sequential(*2 * [WithTable(number)])
+
+    torch.jit.script(shared(1.0)).save(str(tmp_path / "script"))
+    other = shared(2.0)
+    qkv.nn.load_state_dict(other, tmp_path / "script")
+    assert other[0].table.tolist() == [2.0] * 3

@@ -50,13 +50,14 @@ def test_third_order_of_torch_func_under_vmap(operand):
     nothing."""
     torch.manual_seed(0)
     shapes = {"q": (2, 3, 2), "k": (2, 4, 2), "v": (2, 4, 1), "attn_mask": (3, 4), "sinks": (2,)}
+    key_mask = torch.tensor([True, True, True, False])
     x = {n: torch.randn(shape, dtype=torch.float64) for n, shape in shapes.items()}
     samples = torch.randn(2, 3, *shapes[operand], dtype=torch.float64)
 
     def third(attend):
         def f(t):
             q, k, v, mask, sinks = (x | {operand: t}).values()
-            return attend(q, k, v, attn_mask=mask, sinks=sinks).sin().sum()
+            return attend(q, k, v, attn_mask=mask, sinks=sinks, key_mask=key_mask).sin().sum()
 
         return vmap(vmap(torch.func.jacrev(torch.func.hessian(f))))(samples)
 

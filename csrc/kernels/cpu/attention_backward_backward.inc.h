@@ -150,7 +150,7 @@ class SecondOrderUnit {
       blocks.for_each([&](int64_t n, int keys) {
         if (work_.load_scores(n, keys) != TileState::kEmpty) output_.add_to_means(keys);
       });
-      output_.end_means(params_.jvp);
+      output_.end_means();
     }
     const bool again = output_.takes_means && keeps_;
     blocks.for_each([&](int64_t n, int keys) {

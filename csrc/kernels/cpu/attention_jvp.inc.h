@@ -15,12 +15,14 @@
 //
 // Nor does what the S' of a row have in common, as when all keys do. If the forward's O differs
 // from what P gives, as it is of rounded weights, of few rows or was stored in 16 bits, it would be
-// multiplied with that. So a pass before finds the mean that P and W give the S' of a
-// row and sink', which is taken from these: lse' but for roundings. So it does in second order, where lse' is to fit S' to the last
-// digit, as what is left is multiplied with keys:
+// multiplied with that. So a pass before finds the mean that P gives the S' of a row, which is
+// taken from these and from sink'. So it does in second order,
+// where lse' is to fit S' to the last digit, as what is left is multiplied with keys:
 //
 //     lse' = mean + rowsum(P ∘ (S' - mean)) + W ∘ (sink' - mean)
 //     O'   = (R ∘ P ∘ (S' - mean)) V + (R ∘ P) V' - (lse' - mean) ∘ O
+//
+// Where the sink has nearly all the weight, mean - W ∘ mean is rowsum(P) ∘ mean (logsumexp.h).
 //
 //              rows (lanes) ->                         for each block of keys:
 //     P     keys [ ............ ]                       lse'  += columns' sums of P ∘ S'
@@ -44,8 +46,8 @@ struct OutputTangent {
   T* out_t;  // [Dv][rows], without - (lse' - mean) ∘ O
   bool rounds;
   bool takes_means;
-  alignas(64) T mean[kRows];     // of S' and sink', or 0
-  alignas(64) T weights[kRows];  // of the keys, that it is of
+  alignas(64) T mean[kRows];     // of S', or 0
+  alignas(64) T weights[kRows];  // that it is of
   alignas(64) T lse_t[kRows];    // lse' - mean
   alignas(64) T rounded[kRows];  // sums of P ∘ (S' - mean) as multiplied
 
@@ -83,10 +85,9 @@ struct OutputTangent {
   }
 
   /// After all blocks.
-  void end_means(const JvpParams<T>& params) {
+  void end_means() {
     for (int r = 0; r < kRows; ++r) {
-      const Sink sink = r < work.tile.rows ? sink_of_row(params, r) : Sink{};
-      const T x = (mean[r] + sink.weight * sink.moves) / (weights[r] + sink.weight);
+      const T x = mean[r] / weights[r];
       mean[r] = x - x == T(0) ? x : T(0);  // of a row that keeps a key, if it is finite
     }
   }
@@ -137,10 +138,10 @@ struct OutputTangent {
       T of_out = rounds ? rounded[r] : lse_t[r];
       const Sink sink = sink_of_row(params, r);
       const T moved = sink.weight * (sink.moves - mean[r]);
-      lse_t[r] += moved;
       of_out += moved;
       if (has_no_keys(rest)) of_out = T(0);  // its output stays 0, whatever its sink does
-      params.lse_t[scalar] = lse_t[r] + mean[r];
+      params.lse_t[scalar] =
+          lse_t[r] + mean_with_sink(mean[r], weights[r], sink.weight, sink.moves);
       const T* out = out_rows[r];
       T* to = out_t_rows[r];
       for (int64_t d = 0; d < p.value_dim; ++d) {
@@ -267,7 +268,7 @@ inline void attention_jvp(const JvpParams<T>& params, void* prepared, int64_t un
       blocks.for_each([&](int64_t n, int keys) {
         if (work.load_block(n, keys) != TileState::kEmpty) output.add_to_means(keys);
       });
-      output.end_means(params);
+      output.end_means();
     }
     blocks.for_each([&](int64_t n, int keys) {
       const TileState state = keeps ? work.reload_block(n, keys) : work.load_block(n, keys);

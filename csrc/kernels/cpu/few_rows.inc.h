@@ -156,8 +156,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   for (int64_t n = first_of_eight(range.begin); n < range.end; n += kFewRowsBlockKeys) {
     const int block =
         range.end - n < kFewRowsBlockKeys ? static_cast<int>(range.end - n) : kFewRowsBlockKeys;
-    const TileState state =
-        mask.load_few_rows(p, tile, n, block, kFewRowsBlockKeys);
+    const TileState state = mask.load_few_rows(p, tile, n, block, kFewRowsBlockKeys);
     if (state == TileState::kEmpty) continue;
     const Stored* block_values = values + n * p.value.row_stride;
     Products::template scores<kRows>(

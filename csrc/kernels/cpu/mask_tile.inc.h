@@ -93,9 +93,8 @@ struct MaskTile {
                                        int64_t first_key, int keys, int most_keys) {
     const bool has_masks =
         problem.attn_mask.type != MaskType::kNone || problem.key_mask.data != nullptr;
-    if (!has_masks &&
-        keys_of_all(problem.band, tile.first_query(), tile.last_query(), problem.keys)
-            .contains({first_key, first_key + keys})) {
+    if (!has_masks && keys_of_all(problem.band, tile.first_query(), tile.last_query(), problem.keys)
+                          .contains({first_key, first_key + keys})) {
       return TileState::kFull;
     }
 

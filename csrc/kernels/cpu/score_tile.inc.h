@@ -95,8 +95,8 @@ template <int kFew, int kMostKeys, class T, int kRows>
 QKV_ONE_COPY void change_scores_of_few_rows(const Problem<T>& p, int rows,
                                             const MaskTile<T, kRows>& mask,
                                             const AlibiTile<T, kRows / Simd<T>::kWidth>& alibi,
-                                            int64_t first_key, int keys, TileState state, T* between,
-                                            T* scores) {
+                                            int64_t first_key, int keys, TileState state,
+                                            T* between, T* scores) {
   using S = Simd<T>;
   static_assert(S::kWidth % kFew == 0);
   const Softcap<T> softcap(p.softcap);

@@ -2,13 +2,11 @@
 
 #include <string.h>
 
-#include <algorithm>
-
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/transpose.inc.h"
 
-// A matrix copied from where its columns lie to where its rows do: by squares, in registers. Numbers
-// of 16 bits take lanes of 32.
+// A matrix copied from where its columns lie to where its rows do: by squares, in registers.
+// Numbers of 16 bits take lanes of 32.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -55,7 +53,8 @@ QKV_INLINE void transpose_square(const Bits* from, int64_t from_column, Bits* to
 template <class T, class Bits>
 QKV_ONE_COPY void transpose_bits(const Transposition& x) {
   constexpr int64_t kWidth = Simd<T>::kWidth;
-  constexpr int64_t kLine = std::max<int64_t>(kWidth, 64 / sizeof(Bits));  // of the caches
+  constexpr int64_t kInLine = 64 / sizeof(Bits);  // of the caches
+  constexpr int64_t kLine = kWidth > kInLine ? kWidth : kInLine;
   const auto* from = static_cast<const Bits*>(x.from);
   auto* to = static_cast<Bits*>(x.to);
   if (x.rows < kWidth || x.columns < kWidth) {
@@ -66,11 +65,11 @@ QKV_ONE_COPY void transpose_bits(const Transposition& x) {
   }
   // The last squares overlap those before, and write the same again.
   for (int64_t line = 0; line < x.rows; line += kLine) {
-    const int64_t end = std::min(line + kLine, x.rows);
+    const int64_t end = line + kLine < x.rows ? line + kLine : x.rows;
     for (int64_t column = 0; column < x.columns; column += kWidth) {
-      const int64_t c = std::min(column, x.columns - kWidth);
+      const int64_t c = column < x.columns - kWidth ? column : x.columns - kWidth;
       for (int64_t row = line; row < end; row += kWidth) {
-        const int64_t r = std::min(row, x.rows - kWidth);
+        const int64_t r = row < x.rows - kWidth ? row : x.rows - kWidth;
         transpose_square<T>(from + c * x.from_column + r, x.from_column, to + r * x.to_row + c,
                             x.to_row);
       }

@@ -11,7 +11,7 @@
 //     O'   = (R ∘ P ∘ S') V + (R ∘ P) V' - lse' ∘ O
 //
 // Of operands in 16 bits, whose O was stored in them and may be of rounded weights, a pass before
-// finds the mean that P and W give the S' of a row and sink'. It is taken from these, so that what
+// finds the mean that P gives the S' of a row. It is taken from these and from sink', so that what
 // they have in common is not multiplied with the rounding, as on a CPU
 // (kernels/cpu/attention_jvp.inc.h).
 //
@@ -133,17 +133,7 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
   set_to_zero(out_t_of_all);
   const auto key = moving_keys<Element>(p, p.key, along.key, u.batch, u.kv_head);
   const auto value = moving_keys<Element>(p, p.value, along.value, u.batch, u.kv_head);
-  // The weight of a row's sink, and how that moves.
-  const auto sink_of_row = [&](int r, T& weight, T& sink_t) {
-    weight = sink_t = T(0);
-    if (p.sinks.data == nullptr) return;
-    const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, u.batch, r);
-    weight = sink_weight(number_of_head(p, p.sinks, u.batch, head),
-                         device::load_global(params.lse + scalar),
-                         device::load_global(params.lse_rest + scalar));
-    if (along.sinks.data != nullptr) sink_t = number_of_head(p, along.sinks, u.batch, head);
-  };
-  T mean[kLeastOwn] = {};
+  T mean[kLeastOwn] = {}, of_keys[kLeastOwn] = {};  // what P gives of S', and of all weights
   if constexpr (sizeof(Element) == 2) {
     if (moves) {
       T weights[kLeastOwn] = {}, moved[kLeastOwn] = {};
@@ -156,12 +146,8 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
       u.for_each_tile(p, any, scores.masks(), add_tile, [] {});
 #pragma unroll
       for (int i = 0; i < kLeastOwn; ++i) {
-        const T of_keys = sum_of_lanes<kSide>(moved[i]), of_weights = sum_of_lanes<kSide>(weights[i]);
-        const int r = thread_y() * kLeastOwn + i;
-        if (r >= u.rows) continue;
-        T weight, sink_t;
-        sink_of_row(r, weight, sink_t);
-        const T x = (of_keys + weight * sink_t) / (of_weights + weight);
+        of_keys[i] = sum_of_lanes<kSide>(weights[i]);
+        const T x = sum_of_lanes<kSide>(moved[i]) / of_keys[i];
         if (x - x == T(0)) mean[i] = x;  // of a row that keeps a key, if it is finite
       }
     }
@@ -190,14 +176,19 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
     const int r = thread_y() * kLeastOwn + i;
     T lse_t_of_row = sum_of_lanes<kSide>(lse_t_of_all[i]);
     if (r >= u.rows) continue;
-    const int64_t scalar = tile.scalar(p, u.batch, r);
+    const int64_t head = device::load_shared(tile.head + r), scalar = tile.scalar(p, u.batch, r);
     const T rest = device::load_global(params.lse_rest + scalar);
-    T weight, sink_t;
-    sink_of_row(r, weight, sink_t);
-    lse_t_of_row += weight * (sink_t - mean[i]);
-    if (u.chunk == 0 && thread_x() == 0) {
-      device::store_global(params.lse_t + scalar, lse_t_of_row + mean[i]);
+    T weight = T(0), sink_t = T(0);
+    if (p.sinks.data != nullptr) {
+      weight = sink_weight(number_of_head(p, p.sinks, u.batch, head),
+                           device::load_global(params.lse + scalar), rest);
+      if (along.sinks.data != nullptr) sink_t = number_of_head(p, along.sinks, u.batch, head);
     }
+    if (u.chunk == 0 && thread_x() == 0) {
+      device::store_global(params.lse_t + scalar,
+                           lse_t_of_row + mean_with_sink(mean[i], of_keys[i], weight, sink_t));
+    }
+    lse_t_of_row += weight * (sink_t - mean[i]);
     if (has_no_keys(rest)) lse_t_of_row = T(0);  // its output stays 0, whatever its sink does
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
