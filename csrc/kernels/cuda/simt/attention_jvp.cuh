@@ -184,9 +184,11 @@ QKV_DEVICE void jvp_unit(const JvpTask<Real<Element>>& task, int64_t unit) {
                            device::load_global(params.lse + scalar), rest);
       if (along.sinks.data != nullptr) sink_t = number_of_head(p, along.sinks, u.batch, head);
     }
+    // What is dropped was left out of these sums.
+    const T all_of_keys = p.dropout.threshold == 0 ? of_keys[i] : T(1) - weight;
     if (u.chunk == 0 && thread_x() == 0) {
       device::store_global(params.lse_t + scalar,
-                           lse_t_of_row + mean_with_sink(mean[i], of_keys[i], weight, sink_t));
+                           lse_t_of_row + mean_with_sink(mean[i], all_of_keys, weight, sink_t));
     }
     lse_t_of_row += weight * (sink_t - mean[i]);
     if (has_no_keys(rest)) lse_t_of_row = T(0);  // its output stays 0, whatever its sink does
