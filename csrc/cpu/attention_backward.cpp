@@ -126,9 +126,8 @@ TensorTuple<6> attention_backward(const Operands& operands, const Tensor& grad_o
 
   const auto real = forward.lse.scalar_type();
   const Tensor incoming = in_rows(merging_as(forward.out, grad_out));
-  const Operands x = readable(in_rows(operands), real);
-  const ForwardResults of_forward = {in_rows(forward.out), forward.lse.contiguous(),
-                                     in_rows(forward.out_rest), forward.lse_rest.contiguous()};
+  const Operands x = readable(operands, real);
+  const ForwardResults of_forward = readable(forward);
   OptionalTensor dense_grad_lse;
   if (grad_lse) dense_grad_lse = grad_lse->contiguous();
   Gradients grads = rows_of(results);

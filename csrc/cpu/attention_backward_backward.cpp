@@ -151,7 +151,7 @@ TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad
   for (const Heads& heads : ranges_of_heads(x, needs_of_operands)) {
     Tensors t;
     t.needs = needs_of_operands;
-    t.x = readable(in_rows(heads.of(x)), real);
+    t.x = readable(heads.of(x), real);
     t.cotangents = readable(heads.of(along), real);
     t.grad_out = in_rows(heads.of_rows(incoming));
     if (grad_lse) t.grad_lse = heads.of_scalars(*grad_lse);

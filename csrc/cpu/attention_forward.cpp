@@ -34,7 +34,7 @@ TensorTuple<4> attention_forward(const Operands& x, bool needs_rest) {
   const auto results = empty_forward_results(x, needs_rest);
   const Tensor& lse = std::get<1>(results);
   if (lse.numel() == 0) return results;
-  const Operands stored = readable(in_rows(x), lse.scalar_type());
+  const Operands stored = readable(x, lse.scalar_type());
   const auto& [out, _, out_rest, lse_rest] = results;
   const TensorTuple<4> written = {rows_for(out), lse, rows_for(out_rest), lse_rest};
   if (lse.scalar_type() == at::kDouble) {

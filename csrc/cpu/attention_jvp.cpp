@@ -53,7 +53,7 @@ TensorTuple<2> attention_jvp(const Operands& x, const ForwardResults& forward,
   for (const Heads& heads : ranges_of_heads(x)) {
     const Tensor to_out_t = heads.of_rows(out_t), to_lse_t = heads.of_scalars(lse_t);
     const Tensor real_out_t = rows_for(to_out_t, real);
-    run_in(readable(in_rows(heads.of(x)), real), readable(heads.of(along), real),
+    run_in(readable(heads.of(x), real), readable(heads.of(along), real),
            exact_output(heads.of_rows(forward.out), heads.of_rows(forward.out_rest), real),
            heads.of_scalars(forward.lse), heads.of_scalars(forward.lse_rest), real_out_t, to_lse_t);
     put(real_out_t, to_out_t);

@@ -106,15 +106,6 @@ Tensor in_rows(const Tensor& x) {
   return rows.expand(x.sizes());
 }
 
-Operands in_rows(Operands x) {
-  x.query = in_rows(x.query);
-  x.key = in_rows(x.key);
-  x.value = in_rows(x.value);
-  const bool is_broadcast = !x.attn_mask || x.attn_mask->dim() == 0 || x.attn_mask->stride(-1) == 0;
-  if (!is_broadcast) x.attn_mask = in_rows(*x.attn_mask);
-  return x;
-}
-
 Tensor rows_for(const Tensor& result, at::ScalarType real) {
   return has_rows(result) && result.scalar_type() == real ? result : empty_rows(result, real);
 }

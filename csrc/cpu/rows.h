@@ -13,10 +13,6 @@ void copy(const Tensor& from, const Tensor& to);
 /// x, or a copy if its last dimension is strided. Dimensions in which it is broadcast still are.
 Tensor in_rows(const Tensor& x);
 
-/// The same of query, key and value, and of a mask: where the numbers of a row lie apart, it takes
-/// longer to read them one by one than to copy them.
-Operands in_rows(Operands x);
-
 /// Where kernels write what put() takes to `result`: itself, if it has rows and the kernels' dtype.
 Tensor rows_for(const Tensor& result, at::ScalarType real);
 inline Tensor rows_for(const Tensor& result) { return rows_for(result, result.scalar_type()); }

@@ -16,8 +16,8 @@
 // Nor does what the S' of a row have in common, as when all keys do. If the forward's O differs
 // from what P gives, as it is of rounded weights, of few rows or was stored in 16 bits, it would be
 // multiplied with that. So a pass before finds the mean that P gives the S' of a row, which is
-// taken from these and from sink'. So it does in second order,
-// where lse' is to fit S' to the last digit, as what is left is multiplied with keys:
+// taken from these and from sink'. So it does in second order, where lse' is to fit S' to the last
+// digit, as what is left is multiplied with keys:
 //
 //     lse' = mean + rowsum(P ∘ (S' - mean)) + W ∘ (sink' - mean)
 //     O'   = (R ∘ P ∘ (S' - mean)) V + (R ∘ P) V' - (lse' - mean) ∘ O

@@ -162,7 +162,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     Products::template scores<kRows>(
         block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, p.scale, scores,
         next_rows<T>(tile, p.value, p.key_value_storage, {n, n + block}, p.value_dim));
-    if (changes_scores(p, state)) {
+    if (ScoreRows<T, 1, S::kWidth>(p, mask, alibi, n, 0, 0, state).changes()) {
       change_scores_of_few_rows<kRows, kFewRowsBlockKeys>(p, tile.rows, mask, alibi, n, block,
                                                           state, bias_between, scores);
     }

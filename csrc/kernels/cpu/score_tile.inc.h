@@ -81,13 +81,6 @@ inline void set_kept_bytes(const uint8_t* bits, int rows, int keys, uint8_t (&ke
   }
 }
 
-/// Whether anything happens to scores.
-template <class T>
-inline bool changes_scores(const Problem<T>& p, TileState state) {
-  return state == TileState::kPartial || p.softcap != T(0) || p.alibi_slopes.data != nullptr ||
-         (p.attn_mask.type != MaskType::kNone && p.attn_mask.type != MaskType::kBool);
-}
-
 /// All that happens to scores[key][kFew] of few rows, for which their mask was loaded
 /// (MaskTile::load_few_rows), in whole vectors. `between`, [kMostKeys][kFew], takes a float mask in
 /// that order; zeros in the place of rows that the tile does not have stay there.
