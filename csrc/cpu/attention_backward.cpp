@@ -28,6 +28,13 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
   if (needs[5]) sum_over_batch(sinks, x, grads[5]);
 }
 
+/// Memory for them, nullptr if there are none.
+template <class T>
+c10::DataPtr numbers(int64_t count) {
+  if (count == 0) return {};
+  return c10::GetCPUAllocator()->allocate(count * sizeof(T));
+}
+
 template <class T>
 void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTensor& grad_lse,
                   const ForwardResults& forward, const Gradients& grads, const Needs& needs) {
@@ -47,9 +54,7 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   backward.grad_lse = grad_lse ? static_cast<const T*>(grad_lse->const_data_ptr()) : nullptr;
 
   const auto& kernels = kernels_for(backward.problem);
-  // The mask's gradient would need a pass with other scores.
-  const kernels::BackwardKernels<T>* of_few_rows =
-      needs[3] ? nullptr : few_rows_backward_for(backward.problem);
+  const kernels::BackwardKernels<T>* of_few_rows = few_rows_backward_for(backward.problem);
   const kernels::BackwardKernels<T>& of_splits =
       of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(backward.problem);
   backward.splits = number_of_splits(backward.problem.keys, 256);
@@ -57,9 +62,12 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   if (of_splits.most_splits_of_unit(backward) == 1) {
     backward.splits = number_of_splits(backward.problem.keys, 512);
   }
-  const auto slope_gradient = c10::GetCPUAllocator()->allocate(
-      needs[4] ? backward.splits * forward.lse.numel() * sizeof(T) : 0);
-  backward.slope_gradient_of_rows = needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
+  const int64_t rows = forward.lse.numel();
+  const auto slope_gradient = numbers<T>(needs[4] ? backward.splits * rows : 0);
+  backward.slope_gradient_of_rows = static_cast<T*>(slope_gradient.get());
+  const bool sums_rows = needs[3] && of_few_rows != nullptr;
+  const auto score_gradient = numbers<T>(sums_rows ? rows * backward.problem.keys : 0);
+  backward.score_gradient_of_rows = static_cast<T*>(score_gradient.get());
 
   const bool owns_mask = of_splits.mask_gradient != nullptr;
   const kernels::BackwardKernels<T>& of_mask = owns_mask ? of_splits : kernels;
@@ -96,8 +104,8 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   splits.units = pieces(backward.splits, backward.splits_of_unit);
   splits.scratch_bytes = of_splits.backward_scratch_bytes(backward);
   splits.run = of_splits.backward;
-  splits.needed = needs[0] || needs[1] || needs[2] || needs[4];
-  splits.add_to_mask = owns_mask;
+  splits.needed = needs[0] || needs[1] || needs[2] || needs[4] || sums_rows;
+  splits.add_to_mask = owns_mask && !sums_rows;
   splits.sums = splits.units > 1 && needs[0];
   splits.partial = [](kernels::BackwardParams<T>& x) -> T*& { return x.partial_grad_query; };
   splits.partial_size = of_splits.partial_grad_query_size(backward);

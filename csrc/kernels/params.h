@@ -133,6 +133,9 @@ struct BackwardParams {
   T* partial_grad_query;  // nullptr when a head is one unit
   // Each row's share of the gradient of its head's slope, [split][B][Hq][M], or nullptr.
   T* slope_gradient_of_rows;
+  // On a CPU: where a backward of few rows leaves dS, from which grad_mask is summed, (B, Hq, M,
+  // N), dense, or nullptr.
+  T* score_gradient_of_rows;
   // Of a float attn_mask, summed over the dimensions in which the mask is broadcast: those have
   // stride 0 here. Numbers of T whatever the storage; on a CPU of double if it has no rows or no
   // columns. Splits add to it; or it is left to a kernel of its own.

@@ -87,16 +87,19 @@ def _with_options(draw, entry):
         "dropout_p": sometimes(st.floats(0, 1)),
     }
     if draw(st.booleans()):
-        shape = [*broadcast([*batch, heads]), draw(st.sampled_from([queries, 1])), keys]
+        shape = broadcast([*batch, heads, queries, draw(st.sampled_from([keys, keys, 1]))])
         rows = st.integers(0, math.prod(shape[:-1]) - 1)
+        layouts = ["columns_rows", "strided_columns"] if len(shape) > 1 else ["strided_columns"]
         entry["attn_mask"] = {
             "dtype": draw(st.sampled_from(["bool", "float"])),
             "shape": shape,
             "minus_inf": draw(st.booleans()),
             "empty_rows": draw(st.lists(rows, max_size=2)),
+            "layout": sometimes(st.sampled_from(layouts)),
         }
     if draw(st.booleans()):
-        entry["key_mask"] = {"shape": [*broadcast(batch), keys]}
+        layout = sometimes(st.just("strided_columns"))
+        entry["key_mask"] = {"shape": [*broadcast(batch), keys], "layout": layout}
     for name in ("alibi_slopes", "sinks"):
         if draw(st.booleans()):
             entry[name] = {"shape": [*broadcast(batch), heads]}

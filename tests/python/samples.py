@@ -121,10 +121,13 @@ def make(entry: dict, dtype: torch.dtype = torch.float64, seed: int = 0) -> Samp
 
 
 def _mask(spec: dict, g: torch.Generator) -> Tensor:
-    keep = torch.rand(spec["shape"], generator=g) < 0.7
+    shape = spec["shape"]
+    keep = torch.rand(shape, generator=g) < 0.7
     if "empty_rows" in spec:  # rows of the mask: keys are its last dimension
-        keep.flatten(0, -2)[spec["empty_rows"]] = False
-    if spec.get("dtype", "bool") == "bool":
-        return keep
-    mask = torch.randn(spec["shape"], generator=g, dtype=torch.float64)
-    return mask.masked_fill(~keep, float("-inf")) if spec.get("minus_inf") else mask
+        keep.view(-1, *shape[-1:])[spec["empty_rows"]] = False
+    mask = keep
+    if spec.get("dtype", "bool") != "bool":
+        mask = torch.randn(shape, generator=g, dtype=torch.float64)
+        if spec.get("minus_inf"):
+            mask.masked_fill_(~keep, float("-inf"))
+    return _laid_out(mask, spec.get("layout"), "mask")

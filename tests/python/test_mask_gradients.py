@@ -1,7 +1,9 @@
 """Gradients of masks that are broadcast: sums over what reads an element."""
 
+import itertools
 import math
 
+import definition
 import pytest
 import samples
 import torch
@@ -87,3 +89,45 @@ def test_gradients_do_not_depend_on_where_a_mask_lies(dtype, rows, kv_heads):
         dense = mask.clone(memory_format=torch.contiguous_format)
         for found, expected in zip(results(mask), results(dense), strict=True):
             assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads, kv_heads, rows", [(3, 3, 1), (4, 2, 2), (8, 1, 1), (2, 2, 3)])
+def test_gradients_of_masks_of_few_rows(dtype, heads, kv_heads, rows):
+    """However a mask is broadcast, with other gradients and alone, to the same bits. Keys at both
+    ends are not seen."""
+    g, n = samples.generator(5), 1100
+    slopes = torch.rand(heads, generator=g).mul_(0.01).requires_grad_()
+    options = {"window": (700, 3), "query_offset": 900, "softcap": 3.0, "dropout_p": 0.3}
+    options |= {"alibi_slopes": slopes, "sinks": torch.zeros(heads), "enable_gqa": True}
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    query = normal(2, heads, rows, 33).requires_grad_()
+    key = normal(2, kv_heads, n, 33).requires_grad_()
+    value = normal(2, kv_heads, n, 20).requires_grad_()
+    out_grad = normal(2, heads, rows, 20)
+
+    def gradients(attention, mask, *of):
+        torch.manual_seed(7)
+        out = attention(query, key, value, mask, **options)
+        return torch.autograd.grad(out, of, out_grad.to(out.dtype))
+
+    def in_float64(q, k, v, mask, **options):
+        return definition.attention_at_once(q.double(), k.double(), v.double(), mask, **options)[0]
+
+    others = query, key, value, slopes
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    bound = 1e-14 if dtype == torch.float64 else 2e-6
+    for sizes in itertools.product((1, 2), (1, heads), (1, rows), (1, n)):
+        mask = torch.randn(sizes, generator=g, dtype=real).requires_grad_()
+        mask.data[torch.rand(sizes, generator=g) < 0.2] = -math.inf
+        (expected,) = gradients(in_float64, mask, mask)
+        (alone,) = gradients(qkv.attention, mask, mask)
+        atol = bound if sizes[3] == n else 20 * bound  # sums of all keys are near 0
+        torch.testing.assert_close(alone, expected, atol=atol, rtol=bound, msg=str(sizes))
+        together = gradients(qkv.attention, mask, mask, *others)
+        apart = alone, *gradients(qkv.attention, mask.detach(), *others)
+        for found, same in zip(together, apart, strict=True):
+            assert torch.equal(found, same), sizes

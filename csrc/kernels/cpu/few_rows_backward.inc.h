@@ -6,6 +6,7 @@
 #include "kernels/cpu/few_rows_of_numbers.inc.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/key_sums.inc.h"
+#include "kernels/cpu/mask_gradient.inc.h"
 
 // Backward attention for as few query rows of a key/value head as few_rows.inc.h takes. As there,
 // vectors run along rows, of K, which are read twice, of V, which are read once, and of dK and dV,
@@ -19,7 +20,9 @@
 // dS, are dense; where masks, softcap, ALiBi or dropout change them they lie as in other tiles
 // meanwhile, a row in a lane, so that it is the same code (backward_rows.inc.h).
 //
-// A unit of work is a split of the keys of a head, as in attention_backward.inc.h.
+// A unit of work is a split of the keys of a head, as in attention_backward.inc.h. It leaves dS of
+// its keys where a mask's gradient is asked for, a few numbers for each row of K, and a pass over
+// those adds them up, whatever the mask is broadcast over.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -98,8 +101,15 @@ inline void take_from_lanes(int keys, const T* in_lanes, T* dense) {
   }
 }
 
+template <class T, int kRows>
+inline T* score_gradient_of_row(const BackwardParams<T>& params, const RowTile<kRows>& tile,
+                                int r) {
+  return params.score_gradient_of_rows + tile.scalar(params.problem, r) * params.problem.keys;
+}
+
 /// S[key][kRows] and dP become P and dS. What they add to the gradient of a row's slope goes to
-/// slope_gradient[row], unless it is nullptr.
+/// slope_gradient[row], unless it is nullptr, and dS, if that is asked for, to
+/// score_gradient_of_rows.
 template <int kRows, class T>
 QKV_ONE_COPY void weigh_few_rows(const BackwardRows<T, 1>& work, int64_t first_key, int keys,
                                  TileState state, T* scores, T* grads, PairsInLanes<T>& in_lanes,
@@ -116,6 +126,10 @@ QKV_ONE_COPY void weigh_few_rows(const BackwardRows<T, 1>& work, int64_t first_k
                                       in_lanes.grads, in_lanes.caps);
     if (slope_gradient != nullptr) {
       work.add_slope_gradient(first_key, keys, in_lanes.grads, slope_gradient);
+    }
+    for (int r = 0; r < work.tile.rows && work.params.score_gradient_of_rows != nullptr; ++r) {
+      T* const row = score_gradient_of_row(work.params, work.tile, r) + first_key;
+      for (int k = 0; k < keys; ++k) row[k] = in_lanes.grads[k * S::kWidth + r];
     }
     if (rows.is_capped()) {
       work.template through_softcap<1>(0, keys, 0, partial, in_lanes.caps, in_lanes.grads);
@@ -160,6 +174,10 @@ class FewRowsBackward {
   /// Writes the gradients of some keys and their values.
   void run(KeyRange keys) {
     set_to_zero(memory_.grad_query, kRows * key_row_);
+    for (int r = 0; r < work_.tile.rows && params_.score_gradient_of_rows != nullptr; ++r) {
+      T* const row = score_gradient_of_row(params_, work_.tile, r) + keys.begin;
+      __builtin_memset(row, 0, (keys.end - keys.begin) * sizeof(T));  // of keys that are not seen
+    }
     const KeyRange seen = work_.keys_of_rows().intersection(keys);
     if (seen.empty()) return write_zeros(keys);
     load_rows();
@@ -374,7 +392,34 @@ inline int64_t one_unit(const Problem<T>&) {
   return 1;
 }
 
-/// The mask's gradient is left to others.
+template <class T>
+inline int64_t no_scratch(const BackwardParams<T>&) {
+  return 0;
+}
+
+/// The same unit of the mask's gradient as in mask_gradient, from dS of all rows.
+template <class T>
+inline void mask_gradient_of_few_rows(const BackwardParams<T>& params, int64_t unit, void*) {
+  const Operand<T>& mask = params.grad_mask;
+  const auto add = [&](auto* to, const T* from, KeyRange keys) {
+    if (mask.column_stride == 1) {
+      for (int64_t k = keys.begin; k < keys.end; ++k) to[k] += from[k];
+    } else {
+      for (int64_t k = keys.begin; k < keys.end; ++k) to[k * mask.column_stride] += from[k];
+    }
+  };
+  for_each_tile_of_mask(params.problem, mask, unit, [&](const auto& tile, KeyRange keys) {
+    for (int r = 0; r < tile.rows; ++r) {
+      const T* const from = score_gradient_of_row(params, tile, r);
+      if (is_line(mask)) {
+        add(tile.template stored_row<double>(mask, r), from, keys);
+      } else {
+        add(tile.row(mask, r), from, keys);
+      }
+    }
+  });
+}
+
 template <class OfForward, class T = typename OfForward::Real>
 constexpr BackwardKernels<T> make_few_rows_backward_kernels() {
   return {one_unit<T>,
@@ -383,8 +428,8 @@ constexpr BackwardKernels<T> make_few_rows_backward_kernels() {
           few_rows_partial_grad_query_size<T>,
           few_rows_backward<OfForward, T>,
           sum_grad_query_of_few_rows<T>,
-          nullptr,
-          nullptr};
+          no_scratch<T>,
+          mask_gradient_of_few_rows<T>};
 }
 
 }  // namespace qkv::kernels::QKV_ISA

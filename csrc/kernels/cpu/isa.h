@@ -37,8 +37,8 @@ struct BackwardKernels {
   void (*backward)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
   void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 
-  // The mask's gradient in a pass of its own, to which `backward` may add instead; or nullptr, if
-  // that is left to the kernels of float32.
+  // The mask's gradient in a pass of its own, to which `backward` may add instead, or, of few rows,
+  // from what it left; or nullptr, if that is left to the kernels of float32.
   int64_t (*mask_gradient_scratch_bytes)(const BackwardParams<T>&);
   void (*mask_gradient)(const BackwardParams<T>&, int64_t unit, void* scratch);
 };

@@ -49,10 +49,10 @@ inline int64_t mask_gradient_units(const Problem<T>& problem, const Operand<T>& 
   return MaskGradientUnits::of(problem, grad_mask).count();
 }
 
-/// Sums of `values`, [keys][rows], which work.load_block computes for each of its tiles.
-template <class T, class Work>
-inline void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t unit, Work& work,
-                          const T* values) {
+/// f(tile, keys): rows of a query head, and the keys that they may see, which read elements of a
+/// unit, in the order in which these are summed.
+template <class T, class F>
+inline void for_each_tile_of_mask(const Problem<T>& p, const Operand<T>& mask, int64_t unit, F f) {
   constexpr int kRows = kMaskGradientRows<T>;
   const auto units = MaskGradientUnits::of(p, mask);
   const int64_t key_range = unit % units.key_ranges;
@@ -76,19 +76,28 @@ inline void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t u
     const int64_t batch = batch_of_mask(p, mask, mask_batch, b);
     for (int64_t head = first_head; head < end_head; ++head) {
       for (int64_t row = first_row; row < end_row; row += kRows) {
-        work.tile = RowTile<kRows>::make(p, batch, head / group, head, 1, row);
-        const KeyRange range = work.keys_of_rows().intersection(keys);
-        if (range.empty()) continue;
-        work.load_rows();
-        for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
-          const int block = range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n)
-                                                               : kBackwardBlockKeys;
-          if (work.load_block(n, block) == TileState::kEmpty) continue;
-          add_to_mask(values, work.tile, mask, n, block);
-        }
+        const auto tile = RowTile<kRows>::make(p, batch, head / group, head, 1, row);
+        const KeyRange seen = keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
+        if (const KeyRange range = seen.intersection(keys); !range.empty()) f(tile, range);
       }
     }
   }
+}
+
+/// Sums of `values`, [keys][rows], which work.load_block computes for each of its tiles.
+template <class T, class Work>
+inline void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t unit, Work& work,
+                          const T* values) {
+  for_each_tile_of_mask(p, mask, unit, [&](const auto& tile, KeyRange range) {
+    work.tile = tile;
+    work.load_rows();
+    for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
+      const int block =
+          range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
+      if (work.load_block(n, block) == TileState::kEmpty) continue;
+      add_to_mask(values, work.tile, mask, n, block);
+    }
+  });
 }
 
 template <class Scores, class T>
