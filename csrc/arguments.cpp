@@ -102,9 +102,11 @@ std::pair<SymInt, SymInt> checked_heads(const char* op, const Arguments& a) {
 }
 
 /// (.., rows, width) as (batch.., heads, rows, width), a view.
-Tensor expanded(const Tensor& x, const Shape& batch, const SymInt& heads) {
+Tensor expanded(Tensor x, const Shape& batch, const SymInt& heads) {
   Shape full = batch;
   full.insert(full.end(), {heads, x.sym_size(-2), x.sym_size(-1)});
+  // Autograd sums over dimensions that expand() adds, also over one of size 1.
+  while (x.dim() < static_cast<int64_t>(full.size())) x = x.unsqueeze(0);
   return are_known_to_be_same(full, x.sym_sizes()) ? x : x.expand_symint(full);
 }
 

@@ -17,6 +17,28 @@ Tensor signed_distances(const Operands& x) {
   return p.unsqueeze(-1) - at::arange(x.key.sym_size(-2), options);
 }
 
+/// Whether each query keeps each key, whatever the numbers are.
+bool keeps_all(const Operands& x) {
+  return x.band[0] < 0 && x.band[1] < 0 && !x.key_mask && !x.attn_mask;
+}
+
+/// keep(i, j) of band, masks and key mask. Broadcasts to (batch.., Hq, M, N).
+Tensor kept_pairs(const Operands& x) {
+  if (keeps_all(x)) return at::ones({1, 1}, x.query.options().dtype(at::kBool));
+  Tensor keep;
+  const auto keep_only = [&](const Tensor& those) {
+    keep = keep.defined() ? keep.logical_and(those) : those;
+  };
+  if (x.band[0] >= 0) keep_only(signed_distances(x) <= x.band[0]);
+  if (x.band[1] >= 0) keep_only(signed_distances(x) >= -x.band[1]);
+  if (x.key_mask) keep_only(x.key_mask->unsqueeze(-2).unsqueeze(-2));
+  if (x.attn_mask) {
+    const bool is_bool = x.attn_mask->scalar_type() == at::kBool;
+    keep_only(is_bool ? *x.attn_mask : *x.attn_mask != -kInfinity);
+  }
+  return keep;
+}
+
 /// The random number of each weight as kernels/philox.h defines it. int64 tensors hold the 32-bit
 /// words.
 Tensor random_16_bits(const Operands& x) {
@@ -67,18 +89,8 @@ Tensor for_query_heads(const Tensor& x, const Operands& operands) {
   return x.unsqueeze(-3).expand_symint(sizes).flatten(-4, -3);
 }
 
-Tensor kept_pairs(const Operands& x) {
-  const Tensor distance = signed_distances(x);
-  Tensor keep = at::ones_like(distance, distance.options().dtype(at::kBool));
-  if (x.band[0] >= 0) keep = keep.logical_and(distance <= x.band[0]);
-  if (x.band[1] >= 0) keep = keep.logical_and(distance >= -x.band[1]);
-  if (x.key_mask) keep = keep.logical_and(x.key_mask->unsqueeze(-2).unsqueeze(-2));
-  if (!x.attn_mask) return keep;
-  return keep.logical_and(x.attn_mask->scalar_type() == at::kBool ? *x.attn_mask
-                                                                  : *x.attn_mask != -kInfinity);
-}
-
 Tensor product_of_rows_and_columns(const Tensor& a, const Tensor& b) {
+  if (!at::GradMode::is_enabled()) return at::matmul(a, b);  // the same but for its gradients
   const Tensor a_finite = a.isfinite(), b_finite = b.isfinite();
   const Tensor finite = at::matmul(a.where(a_finite, 0.0), b.where(b_finite, 0.0));
   return finite.where(a_finite.all(-1, true).logical_and(b_finite.all(-2, true)),
@@ -106,11 +118,14 @@ double softcap_of(const Operands& x) {
 }
 
 namespace {
+
 Tensor products_of(const Operands& x) {
   const auto real = accumulate_type(x.query);
-  const Tensor key = for_query_heads(x.key, x).to(real);
-  return product_of_rows_and_columns(x.query.to(real) * scale_of(x), key.transpose(-2, -1));
+  const Tensor query = x.query.to(real) * scale_of(x);
+  const Tensor key = for_query_heads(x.key, x).to(real).transpose(-2, -1);
+  return keeps_all(x) ? at::matmul(query, key) : product_of_rows_and_columns(query, key);
 }
+
 }  // namespace
 
 Tensor tanh_of_softcap(const Operands& x) { return at::tanh(products_of(x) / softcap_of(x)); }
@@ -119,7 +134,17 @@ Tensor capped_products(const Operands& x) {
   return x.softcap == 0.0 ? products_of(x) : tanh_of_softcap(x) * softcap_of(x);
 }
 
-Softmax softmax(const Operands& x) {
+namespace {
+
+/// What softmax and logsumexp are taken of.
+struct Scores {
+  Tensor scores;     // (batch.., Hq, M, N), or one more of the sink; numbers also where all is -inf
+  Tensor keep;       // bool, broadcasts to (batch.., Hq, M, N)
+  Tensor has_any;    // (batch.., Hq, M, 1): rows where not all was -inf
+  Tensor takes_all;  // (batch.., Hq, M, 1): rows whose sink is infinite, undefined without sinks
+};
+
+Scores scores_of(const Operands& x) {
   const auto real = accumulate_type(x.query);
   Tensor scores = capped_products(x);
   if (x.attn_mask && x.attn_mask->scalar_type() != at::kBool)
@@ -127,32 +152,46 @@ Softmax softmax(const Operands& x) {
   if (x.alibi_slopes) {
     scores = scores - x.alibi_slopes->to(real).unsqueeze(-1).unsqueeze(-1) * distances(x);
   }
-  Softmax result;
+  Scores result;
   result.keep = kept_pairs(x);
-  scores = scores.where(result.keep, -kInfinity);
-  Tensor takes_all;  // rows whose sink is infinite
-  if (x.sinks) {     // one more score, of a value that is 0
+  if (!keeps_all(x)) scores = scores.where(result.keep, -kInfinity);
+  if (x.sinks) {  // one more score, of a value that is 0
     auto column = scores.sym_sizes().vec();
     column.back() = 1;
     const Tensor sinks = x.sinks->to(real).unsqueeze(-1).unsqueeze(-1).expand_symint(column);
-    takes_all = sinks.eq(kInfinity);
-    scores = at::cat({scores, sinks}, -1).masked_fill(takes_all, 0.0);
+    result.takes_all = sinks.eq(kInfinity);
+    scores = at::cat({scores, sinks}, -1).masked_fill(result.takes_all, 0.0);
   }
-  // The logsumexp of nothing is -inf, but its derivatives are 0, not ATen's NaN.
-  const Tensor empty = scores.eq(-kInfinity).all(-1, true);
-  scores = scores.masked_fill(empty, 0.0);
-  result.lse = at::logsumexp(scores, -1).masked_fill(empty.squeeze(-1), -kInfinity);
-  if (x.sinks) result.lse = result.lse.masked_fill(takes_all.squeeze(-1), kInfinity);
-  // Not exp(scores - lse): the rounding of a large lse would be a factor.
-  Tensor weights = at::softmax(scores, -1).masked_fill(empty, 0.0);
-  if (x.sinks) {
-    const c10::SymInt keys = x.key.sym_size(-2);
-    result.sink_weights = weights.narrow_symint(-1, keys, 1).masked_fill(takes_all, 1.0);
-    weights = weights.narrow_symint(-1, 0, keys).masked_fill(takes_all, 0.0);
-  }
-  result.weights = weights.where(result.keep, 0.0);
+  const auto columns = scores.sym_size(-1).maybe_as_int();  // of none there is no maximum
+  result.has_any = columns.value_or(0) > 0 ? scores.detach().amax(-1, true).ne(-kInfinity)
+                                           : scores.ne(-kInfinity).any(-1, true);
+  result.scores = scores.where(result.has_any, 0.0);
   return result;
 }
+
+/// The logsumexp of nothing is -inf, but its derivatives are 0, not ATen's NaN.
+Tensor logsumexp(const Scores& s) {
+  const Tensor lse = at::logsumexp(s.scores, -1).where(s.has_any.squeeze(-1), -kInfinity);
+  return s.takes_all.defined() ? lse.masked_fill(s.takes_all.squeeze(-1), kInfinity) : lse;
+}
+
+Softmax softmax_of(const Operands& x, const Scores& s) {
+  Softmax result;
+  result.keep = s.keep;
+  // Not exp(scores - lse): the rounding of a large lse would be a factor.
+  result.weights = at::softmax(s.scores, -1).where(s.has_any, 0.0);
+  if (x.sinks) {
+    const c10::SymInt keys = x.key.sym_size(-2);
+    result.sink_weights = result.weights.narrow_symint(-1, keys, 1).masked_fill(s.takes_all, 1.0);
+    result.weights = result.weights.narrow_symint(-1, 0, keys).masked_fill(s.takes_all, 0.0);
+  }
+  if (!keeps_all(x)) result.weights = result.weights.where(s.keep, 0.0);
+  return result;
+}
+
+}  // namespace
+
+Softmax softmax(const Operands& x) { return softmax_of(x, scores_of(x)); }
 
 Tensor dropout_factors(const Operands& x) {
   if (x.dropout_p == 0.0) return {};
@@ -163,13 +202,14 @@ Tensor dropout_factors(const Operands& x) {
 }
 
 TensorTuple<2> attention(const Operands& x) {
-  const Softmax s = softmax(x);
+  const Scores scores = scores_of(x);
+  const Softmax s = softmax_of(x, scores);
   const Tensor factors = dropout_factors(x);
   const Tensor used = factors.defined() ? s.weights * factors : s.weights;
   const Tensor value = for_query_heads(x.value, x).to(s.weights.scalar_type());
   // Nothing reaches a row that keeps nothing, nor comes back from its gradient.
   const Tensor out = product_of_kept(used, s.keep, value).where(s.keep.any(-1, true), 0.0);
-  return {out.to(x.query.scalar_type()), s.lse};
+  return {out.to(x.query.scalar_type()), logsumexp(scores)};
 }
 
 }  // namespace qkv::reference

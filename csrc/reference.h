@@ -12,18 +12,15 @@ namespace qkv::reference {
 struct Softmax {
   Tensor weights;       // (batch.., Hq, M, N)
   Tensor sink_weights;  // (batch.., Hq, M, 1), undefined without sinks
-  Tensor lse;           // (batch.., Hq, M)
   Tensor keep;          // bool, broadcasts to weights
 };
-
-/// keep(i, j) of band, masks and key mask. Broadcasts to (batch.., Hq, M, N).
-Tensor kept_pairs(const Operands& x);
 
 /// A key/value tensor (.., Hkv, N, width) as (.., Hq, N, width).
 Tensor for_query_heads(const Tensor& x, const Operands& operands);
 
 /// a · b where rows of a or columns of b with something non-finite in them take no part in the
-/// gradients of the others (0 · NaN is NaN, also where the 0 stands for "masked out").
+/// gradients of the others (0 · NaN is NaN, also where the 0 stands for "masked out"). Two
+/// products, unless gradients are off.
 Tensor product_of_rows_and_columns(const Tensor& a, const Tensor& b);
 
 /// weights · value, in which a value that is not finite reaches only the rows that keep its key.

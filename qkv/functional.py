@@ -26,6 +26,8 @@ def _whole(name: str, x: Optional[int]) -> Optional[int]:
         return x
     if x.is_floating_point():  # the operator would take its whole part
         raise TypeError(f"qkv: {name} must be an int, but is a tensor of {x.dtype}")
+    if x.numel() != 1:
+        raise ValueError(f"qkv: {name} must be one int, but is a tensor of shape {list(x.shape)}")
     return int(x) if torch.jit.is_tracing() else x.item()
 
 

@@ -69,8 +69,6 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   const auto score_gradient = numbers<T>(sums_rows ? rows * backward.problem.keys : 0);
   backward.score_gradient_of_rows = static_cast<T*>(score_gradient.get());
 
-  const bool owns_mask = of_splits.mask_gradient != nullptr;
-  const kernels::BackwardKernels<T>& of_mask = owns_mask ? of_splits : kernels;
   const bool in_16_bits = &of_splits != &kernels;
   const T* const lse_of_forward = backward.lse;
   const T* const rest_of_forward = backward.lse_rest;
@@ -79,13 +77,7 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
     lse.emplace(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
     lse->set_lse(backward);
   }
-  // Beside splits in 16 bits the mask's gradient may have a pass in numbers, with other scores.
-  kernels::BackwardParams<T> for_mask = backward;
-  std::optional<LseOfDerivatives<T>> lse_of_numbers;
-  if (needs[3] && in_16_bits && !owns_mask) {
-    lse_of_numbers.emplace(false, backward.problem, lse_of_forward, rest_of_forward);
-    lse_of_numbers->set_lse(for_mask);
-  }
+  const kernels::BackwardParams<T> for_mask = backward;
   const kernels::Problem<T>& p = backward.problem;
   const int64_t most = of_splits.most_splits_of_unit(backward);
   if (needs[3]) {
@@ -105,7 +97,7 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   splits.scratch_bytes = of_splits.backward_scratch_bytes(backward);
   splits.run = of_splits.backward;
   splits.needed = needs[0] || needs[1] || needs[2] || needs[4] || sums_rows;
-  splits.add_to_mask = owns_mask && !sums_rows;
+  splits.add_to_mask = !sums_rows;
   splits.sums = splits.units > 1 && needs[0];
   splits.partial = [](kernels::BackwardParams<T>& x) -> T*& { return x.partial_grad_query; };
   splits.partial_size = of_splits.partial_grad_query_size(backward);
@@ -113,8 +105,8 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
   splits.sum = of_splits.sum_grad_query;
   run_gradients<T, kernels::BackwardParams<T>>(
       backward, backward, splits,
-      {kernels.mask_gradient_units, of_mask.mask_gradient_scratch_bytes(backward),
-       [&](int64_t unit, void* scratch) { of_mask.mask_gradient(for_mask, unit, scratch); }},
+      {kernels.mask_gradient_units, of_splits.mask_gradient_scratch_bytes(backward),
+       [&](int64_t unit, void* scratch) { of_splits.mask_gradient(for_mask, unit, scratch); }},
       workspace);
   if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
 }

@@ -31,8 +31,8 @@ void run_jvp(const Operands& x, const Tangents& tangents, const Tensor& out, con
   const bool in_16_bits = &kernels != &kernels_for(params.problem);
   const LseOfDerivatives<T> lse_of_scores(in_16_bits, params.problem, params.lse, params.lse_rest);
   lse_of_scores.set_lse(params);
-  // Where out may be other than what these weights give.
-  params.takes_means = has_16_bits(x.query) || lse_of_scores.is_of_its_own();
+  // Where out may be other than what these weights give, or rounding it moves what depends on it.
+  params.takes_means = sizeof(T) == sizeof(float) || lse_of_scores.is_of_its_own();
   const auto prepared =
       prepare_heads(params.problem, kernels.jvp_prepared_bytes(params),
                     [&](int64_t head, void* to) { kernels.prepare_jvp(params, head, to); });

@@ -101,6 +101,7 @@ class MultiheadAttention(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """After those of the projections, which draw other numbers, where these are called too."""
         projections = [self.w_q, self.w_k, self.w_v]
         # torch.nn.MultiheadAttention keeps three equal projections in one (3 * E, E) matrix,
         # which is what Glorot's bound then counts.
@@ -198,8 +199,8 @@ class MultiheadAttention(torch.nn.Module):
         """
         q, k, v, key_mask, query_offset = self._project(query, key, value, key_padding_mask, cache)
         out = self._attend(q, k, v, attn_mask, key_mask, query_offset)
-        if cache is not None:  # only now: nothing is cached if the call fails
-            cache.advance(k.size(-2) - cache.length())
+        if cache is not None and query_offset is not None:  # nothing is cached if the call fails
+            cache.advance(k.size(-2) - query_offset)
         return out
 
     @torch.jit.export
@@ -229,8 +230,8 @@ class MultiheadAttention(torch.nn.Module):
         if average_weights:
             weights = weights.mean(-3)
         out = self._attend(q, k, v, attn_mask, key_mask, query_offset)
-        if cache is not None:
-            cache.advance(k.size(-2) - cache.length())
+        if cache is not None and query_offset is not None:
+            cache.advance(k.size(-2) - query_offset)
         return out, weights
 
     def _split_heads(self, x: Tensor, heads: int) -> Tensor:

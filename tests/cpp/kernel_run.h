@@ -1,10 +1,10 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -38,7 +38,7 @@ struct Shape {
   bool keys_far_apart = false, values_far_apart = false;  // rows that kernels copy
   bool has_nan = false;  // in float16 values of 4 keys after the last that a causal mask keeps
   double scale = 0.3;
-  bool few_rows_in_tiles = false;  // in the backward, as for the mask's gradient
+  bool few_rows_in_tiles = false;  // in the backward
 
   bool has_softcap() const { return options || capped; }
 };
@@ -205,16 +205,27 @@ class KernelRun {
   }
 
  private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
+  struct Unmap {
+    void* pages;
+    size_t size;
+    void operator()(void*) const { munmap(pages, size); }
   };
-  static std::unique_ptr<void, Free> memory(int64_t bytes) {
-    // Of exactly this size, so that a sanitizer sees an overrun; full of NaN, so that what is read
-    // before it is written shows.
-    void* p = nullptr;
-    if (posix_memalign(&p, 64, bytes) != 0) throw std::bad_alloc();
-    std::memset(p, 0xff, bytes);
-    return std::unique_ptr<void, Free>(p);
+  /// Full of NaN, so that what is read before it is written shows. After it lies a page that nobody
+  /// may touch.
+  static std::unique_ptr<void, Unmap> memory(int64_t bytes) {
+    constexpr int64_t kPage = 65536;  // or a divisor of it
+    const int64_t size = (bytes + kPage - 1) / kPage * kPage;
+    void* const pages =
+        mmap(nullptr, size + 2 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) throw std::bad_alloc();
+    char* const first = static_cast<char*>(pages) + kPage;
+    const Unmap unmap{pages, static_cast<size_t>(size + 2 * kPage)};
+    if (mprotect(pages, kPage, PROT_NONE) != 0 || mprotect(first + size, kPage, PROT_NONE) != 0) {
+      throw std::bad_alloc();
+    }
+    char* const memory = first + size - (bytes + 63) / 64 * 64;
+    std::memset(memory, 0xff, bytes);
+    return {memory, unmap};
   }
 
   template <class U>

@@ -78,22 +78,30 @@ TEST(Invariance, NumberOfThreads) {
   at::set_num_threads(before);
 }
 
-/// Heads of 2, 4 and 8 rows, whose backward has a kernel of its own unless a mask has a gradient.
+/// Heads of 2, 4 and 8 rows, whose backward has a kernel of its own.
 TEST(Invariance, BackwardOfFewRows) {
   const int before = at::get_num_threads();
   for (const int64_t queries : {1, 2, 4}) {
     const std::vector<Tensor> inputs = {
         torch::randn({2, 4, queries, 40}), torch::randn({2, 2, 1300, 40}),
-        torch::randn({2, 2, 1300, 17}), torch::randn({2, 4, queries, 17})};
+        torch::randn({2, 2, 1300, 17}), torch::randn({2, 4, queries, 17}),
+        torch::randn({2, 1, queries, 1300})};
     const auto gradients = [&](const at::indexing::Slice& batch) {
       std::vector<Tensor> x;
       for (const Tensor& input : inputs) {
         x.push_back(input.index({batch}).clone().requires_grad_());
       }
-      const auto options =
-          qkv::AttentionOptions().enable_gqa(true).window(900, 0).query_offset(1250);
-      const Tensor out = qkv::attention(x[0], x[1], x[2], options);
-      return Results{torch::autograd::grad({out}, {x[0], x[1], x[2]}, {x[3]})};
+      auto options = qkv::AttentionOptions().enable_gqa(true).window(900, 0).query_offset(1250);
+      const auto gradients_of = [&](const std::vector<Tensor>& of) {
+        const Tensor out = qkv::attention(x[0], x[1], x[2], options);
+        return torch::autograd::grad({out}, of, {x[3]});
+      };
+      Results results{gradients_of({x[0], x[1], x[2]})};
+      options.attn_mask(x[4]);
+      for (Tensor& grad : gradients_of({x[0], x[1], x[2], x[4]})) {
+        results.tensors.push_back(std::move(grad));
+      }
+      return results;
     };
     at::set_num_threads(1);
     const Results expected = gradients({});
@@ -192,16 +200,21 @@ TEST(Invariance, GradientOfAMaskThatIsBroadcast) {
       {1, 1300}, {150, 1}, {4, 1, 1300}, {4, 150, 1300}, {2, 1, 150, 1300}};
   for (const auto& shape : shapes) {
     for (const bool grouped : {true, false}) {
-      Problem problem;
-      problem.mask = torch::randn(shape);
-      if (!grouped) {
-        problem.key = torch::randn({2, 4, 1300, 24});
-        problem.value = torch::randn({2, 4, 1300, 17});
+      for (const auto dtype : {torch::kFloat32, torch::kBFloat16}) {
+        Problem problem;
+        problem.mask = torch::randn(shape);
+        if (!grouped) {
+          problem.key = torch::randn({2, 4, 1300, 24});
+          problem.value = torch::randn({2, 4, 1300, 17});
+        }
+        for (Tensor* x : {&problem.query, &problem.key, &problem.value, &problem.grad}) {
+          *x = x->to(dtype);
+        }
+        at::set_num_threads(1);
+        const Results expected = problem.run();
+        at::set_num_threads(16);
+        EXPECT_TRUE(problem.run() == expected) << shape << (grouped ? " grouped " : " ") << dtype;
       }
-      at::set_num_threads(1);
-      const Results expected = problem.run();
-      at::set_num_threads(16);
-      EXPECT_TRUE(problem.run() == expected) << shape << (grouped ? " grouped" : "");
     }
   }
   at::set_num_threads(before);

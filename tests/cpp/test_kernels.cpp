@@ -117,6 +117,9 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       {1, 1, 45, 4200, 5, 8, {2100, 40, 0}},
       // Many bytes a key: tiles take turns more than once.
       {1, 1, 70, 400, 64, 300, {-1, 0, 330}},
+      // Copies of the narrower rows lie further apart, where all would lie in few sets of a cache.
+      {1, 1, 40, 257, 257, 256, all},
+      {2, 1, 20, 257, 128, 129, causal},
       // More keys than second order keeps weights of.
       {2, 1, 3, 16500, 4, 5, {16470, 0, 16480}},
   };

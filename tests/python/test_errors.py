@@ -298,6 +298,8 @@ def test_a_tensor_is_no_number(name):
             f(*tensors, **{name: number})
         with pytest.raises(TypeError, match="query_offset must be an int, but is a tensor"):
             f(*tensors, query_offset=torch.tensor(2.9))
+        with pytest.raises(ValueError, match=r"query_offset must be one int, .* of shape \[2\]$"):
+            f(*tensors, query_offset=torch.tensor([1, 2]))
         if f is not qkv.attention_weights:
             with pytest.raises(TypeError, match="dropout_p must be a number, but is a tensor"):
                 f(*tensors, dropout_p=number)

@@ -34,6 +34,10 @@ def test_results_lie_as_their_inputs():
     # (create_graph: else autograd copies what it hands out.)
     for x, gradient in zip(inputs, torch.autograd.grad(out.sum(), inputs, create_graph=True)):
         assert gradient.stride() == x.stride()
+    matrices = [torch.randn(4, n).t().requires_grad_() for n in (5, 7, 7)]
+    out = qkv.attention(*matrices)
+    for x, gradient in zip(matrices, torch.autograd.grad(out.sum(), matrices, create_graph=True)):
+        assert gradient.stride() == x.stride()
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

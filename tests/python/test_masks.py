@@ -572,3 +572,18 @@ def test_a_bool_of_any_byte_is_true(rows):
     for name, mask in (("attn_mask", bytes), ("key_mask", bytes[0])):
         found = qkv.attention(q, k, k, **{name: mask.view(torch.bool)})
         assert torch.equal(found, qkv.attention(q, k, k, **{name: mask != 0}))
+
+
+def test_nan_for_the_logsumexp_of_a_row_that_keeps_nothing():
+    """It is the sink itself, whose second derivative is 0."""
+    query, key, value = (torch.randn(1, n, 4, requires_grad=True) for n in (3, 2, 2))
+    sinks = torch.zeros(1, requires_grad=True)
+    out, lse = qkv.attention_with_lse(query, key, value, window=(0, 0), sinks=sinks)
+
+    def second(of_row_without_keys):
+        incoming = torch.ones_like(out), torch.tensor([[1.0, 1.0, of_row_without_keys]])
+        (first,) = torch.autograd.grad((out, lse), query, incoming, create_graph=True)
+        return torch.autograd.grad(first.sum(), (sinks, key, value))
+
+    for found, expected in zip(second(math.nan), second(1.0), strict=True):
+        assert torch.equal(found, expected)

@@ -4,10 +4,12 @@ Every problem runs twice, with and without poison. Rows and keys that the poison
 mask contract must have the same bits, outputs and gradients alike; rows that keep a NaN must show it.
 """
 
+import math
 import random
 
 import definition
 import pytest
+import samples
 import torch
 
 import qkv
@@ -291,3 +293,26 @@ def test_a_row_of_nan_is_seen_though_its_weights_are_dropped(dtype, rows, keys):
         out = qkv.attention(*operands, dropout_p=0.999, **kwargs)
         assert out[0, 0, 0].isnan().all()
         assert out[0, 0, 1:].isfinite().all() and out[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 9])
+def test_an_infinite_key_that_few_rows_keep(rows, softcap, dtype):
+    """Rows that a kernel adds to have as many as it multiplies are zeros, and 0 times it is NaN."""
+    g = samples.generator(rows)
+    query = torch.rand(1, rows, 32, generator=g).to(dtype)
+    key, value = (torch.randn(1, 50, 32, generator=g).to(dtype) for _ in range(2))
+    key[0, 7, 1] = -math.inf
+
+    def gradients(attention, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = attention(*inputs, softcap=softcap)
+        return torch.autograd.grad(out.sin().sum(), inputs)
+
+    def defined(*tensors, **options):
+        return definition.attention_at_once(*tensors, **options)[0]
+
+    expected = gradients(defined, torch.float64)
+    for found, right in zip(gradients(qkv.attention, dtype), expected, strict=True):
+        torch.testing.assert_close(found, right.to(dtype), equal_nan=True)

@@ -419,6 +419,26 @@ def test_keys_with_much_in_common_in_float32(rows):
         assert (a - e).norm().item() <= 8 * (s - e).norm().item()
 
 
+@pytest.mark.parametrize("mean", [0, 30])
+@pytest.mark.parametrize("rows, keys", [(1, 300), (40, 257), (200, 1000)])
+def test_forward_mode_of_keys_and_values_with_a_mean(rows, keys, mean):
+    """What all scores and all values have in common moves an output by twice a large number that
+    should cancel."""
+    g = samples.generator(9)
+    operands = [torch.randn(1, 2, n, 64, generator=g) for n in (rows, keys, keys)]
+    along = [torch.randn(x.shape, generator=g) for x in operands[:2]]
+    operands = [operands[0], *(x + mean for x in operands[1:])]
+
+    def moved(attend, dtype):
+        q, k, v, *tangents = (x.to(dtype) for x in (*operands, *along))
+        return jvp(lambda q, k: attend(q, k, v), (q, k), tuple(tangents))[1]
+
+    exact = moved(plain_attention, torch.float64)
+    error = moved(qkv.attention, torch.float32) - exact
+    same_dtype = moved(plain_attention, torch.float32) - exact
+    assert error.norm().item() <= 2 * same_dtype.norm().item()
+
+
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_graph_is_gone_after_its_backward(order):
     x = torch.randn(2, 5, 8, requires_grad=True)

@@ -2,6 +2,7 @@
 
 #include "kernels/cpu/amx_backward_memory.inc.h"
 #include "kernels/cpu/isa.h"
+#include "kernels/cpu/mask_gradient.inc.h"
 
 // The backward of bfloat16 by AMX: the splits, tiles and steps of attention_backward.inc.h, on
 // operands in 16 bits.
@@ -84,11 +85,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
       const KeyRange range = keys_of_rows().intersection(keys_);
       if (!range.empty()) {
         load_rows();
-        const int64_t first = keys_.begin + (range.begin - keys_.begin) / kSquare * kSquare;
-        for (int64_t n = first; n < range.end; n += kBackwardBlockKeys) {
-          const int64_t left = range.end - n;
-          add_block(n, left < kBackwardBlockKeys ? static_cast<int>(left) : kBackwardBlockKeys);
-        }
+        add_keys(range);
       }
       if (params.slope_gradient_of_rows != nullptr) {
         float* of_rows =
@@ -105,7 +102,23 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     }
   }
 
+  /// The mask's gradient alone, of these rows and of those `keys` that the split has.
+  void add_rows_to_mask(const RowTile<kRows>& rows, KeyRange keys) {
+    tile = rows;
+    pack_keys();
+    load_rows();
+    add_keys(keys.intersection(keys_));
+  }
+
  private:
+  void add_keys(KeyRange range) {
+    const int64_t first = keys_.begin + (range.begin - keys_.begin) / kSquare * kSquare;
+    for (int64_t n = first; n < range.end; n += kBackwardBlockKeys) {
+      const int64_t left = range.end - n;
+      add_block(n, left < kBackwardBlockKeys ? static_cast<int>(left) : kBackwardBlockKeys);
+    }
+  }
+
   void pack_keys() {
     const int64_t count = keys_.end - keys_.begin;
     const BFloat16* key =
@@ -114,6 +127,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
         tile.stored_keys_of_head<BFloat16>(p.value) + keys_.begin * p.value.row_stride;
     pack_key_lines(key, p.key.row_stride, count, p.head_dim, m_.key_lines);
     pack_key_lines(value, p.value.row_stride, count, p.value_dim, m_.value_lines);
+    if (!multiplies_) return;
     pack_key_columns(key, p.key.row_stride, count, p.head_dim, m_.key_columns, m_.poisoned);
     const int64_t halves = 2 * ((count + kSquare - 1) / kSquare);
     set_to_zero(m_.grad_key, halves * columns_ * kSums);
@@ -163,8 +177,8 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
   /// `count` keys from `offset` on in a block, with all rows.
   void add_square_row(int64_t first_key, int offset, int count, Steps* key_steps) {
     const int64_t square = (first_key + offset - keys_.begin) / kSquare;
-    const bool poisoned = m_.poisoned[square] != 0;
-    keeps_ = poisoned || !rows_finite_;
+    const bool poisoned = multiplies_ && m_.poisoned[square] != 0;
+    keeps_ = poisoned || (multiplies_ && !rows_finite_);
     Steps rows;
     bool is_partial[kSquares];
     for (int g = 0; g * kSquare < tile.rows; ++g) {
@@ -218,6 +232,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     float* scores = m_.scores + g * kSquare;
     float* grads = m_.grads + g * kSquare;
     const bool of_slopes = params.slope_gradient_of_rows != nullptr;
+    const bool of_mask = params.grad_mask.data != nullptr;
     auto scale = S::set(p.scale);
     if (p.softcap != 0.0f || mask.has_bias(p) || p.alibi_slopes.data != nullptr) {
       for (int k = 0; k < count; ++k) {
@@ -244,7 +259,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
         S::store(scores + k * kRows + v * S::kWidth, pairs.weight);
         S::store(grads + k * kRows + v * S::kWidth, pairs.gradient);
       };
-      if (!of_slopes && p.softcap == 0.0f) {
+      if (!of_slopes && !of_mask && p.softcap == 0.0f) {
         split_pairs(
             offset, count, g, [&](int k, int v) __attribute__((always_inline)) {
               const Pairs pairs = pairs_of(k, v);
@@ -259,6 +274,11 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
       if (of_slopes) {
         add_slope_gradient<kCount>(first_key + offset, count, m_.grads, slope_gradient_, vector);
       }
+      if (of_mask) {
+        add_to_mask<kRows>(grads, tile.template part<kSquare>(g * kSquare), params.grad_mask,
+                           first_key + offset, count);
+      }
+      if (!multiplies_) return;
       if (p.softcap != 0.0f) {
         through_softcap<kCount>(offset, count, vector, partial, m_.caps + g * kSquare, grads);
       }
@@ -366,9 +386,11 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
   KeyRange keys_;
   int64_t depths_, value_depths_;
   int64_t columns_, value_columns_;
-  bool rows_finite_ = true;  // of Q and dO
-  bool partial_ = false;     // not all pairs of the block are kept
-  bool keeps_ = false;       // P and dS are needed after they were split
+  const bool multiplies_ = params.grad_query.data != nullptr || params.grad_key.data != nullptr ||
+                           params.grad_value.data != nullptr;  // P and dS
+  bool rows_finite_ = true;                                    // of Q and dO
+  bool partial_ = false;  // not all pairs of the block are kept
+  bool keeps_ = false;    // P and dS are needed after they were split
   alignas(64) float slope_gradient_[kRows];
 };
 
@@ -417,9 +439,25 @@ inline void amx_sum_grad_query(const BackwardParams<float>& params, int64_t firs
                    sum);
 }
 
+/// As mask_gradient, with the scores of amx_backward.
+inline void amx_mask_gradient(const BackwardParams<float>& params, int64_t unit, void* scratch) {
+  BackwardParams<float> of_mask = params;
+  of_mask.grad_query.data = of_mask.grad_key.data = of_mask.grad_value.data = nullptr;
+  of_mask.slope_gradient_of_rows = nullptr;
+  const Problem<float>& p = params.problem;
+  for_each_tile_of_mask(p, params.grad_mask, unit, [&](const auto& tile, KeyRange keys) {
+    const int64_t head = tile.batch_number * p.kv_heads + tile.kv_head;
+    for (int64_t split = 0; split < params.splits; ++split) {
+      if (keys.intersection(keys_of_split(params, split)).empty()) continue;
+      AmxBackward(of_mask, head, split, scratch).add_rows_to_mask(tile, keys);
+    }
+  });
+}
+
 constexpr HalfBackwardKernels make_amx_backward_kernels() {
   return {{amx_backward_row_tiles, one_split<float>, amx_backward_scratch_bytes,
-           amx_partial_grad_query_size, amx_backward, amx_sum_grad_query, nullptr, nullptr},
+           amx_partial_grad_query_size, amx_backward, amx_sum_grad_query,
+           amx_backward_scratch_bytes, amx_mask_gradient},
           amx_backward_takes};
 }
 

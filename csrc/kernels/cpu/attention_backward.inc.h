@@ -265,7 +265,7 @@ class BackwardUnit {
       if (state == TileState::kEmpty) continue;
       const bool partial = state == TileState::kPartial;
       if (params_.grad_mask.data != nullptr) {
-        add_to_mask(work_.ds_tile, tile, params_.grad_mask, n, block);
+        add_to_mask<kRows>(work_.ds_tile, tile, params_.grad_mask, n, block);
       }
       if (params_.slope_gradient_of_rows != nullptr) {
         work_.add_slope_gradient(n, block, slope_gradient);

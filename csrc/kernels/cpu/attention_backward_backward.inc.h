@@ -192,7 +192,7 @@ class SecondOrderUnit {
     Products& products = work_.products;
     const Directions<T>& along = params_.second.directions;
     if (backward_.grad_mask.data != nullptr) {
-      add_to_mask(work_.ds_t_tile, work_.tile, backward_.grad_mask, first_key, keys);
+      add_to_mask<kRows>(work_.ds_t_tile, work_.tile, backward_.grad_mask, first_key, keys);
     }
     if (backward_.slope_gradient_of_rows != nullptr) {
       work_.add_slope_gradient(first_key, keys, slope_gradient_);
@@ -300,11 +300,11 @@ inline void sink_gradient_t(const BackwardBackwardParams<T>& params, double* gra
   for (int64_t i = 0; i < p.queries; ++i) {
     const int64_t scalar = unit * p.queries + i;
     const T lse = backward.lse[scalar], rest = backward.lse_rest[scalar];
-    if (lse == -static_cast<T>(__builtin_inff())) continue;
+    // A row without keys has lse' = sink', and NaN may come for it.
+    if (lse == -static_cast<T>(__builtin_inff()) || has_no_keys(rest)) continue;
     const T weight = sink_weight(sink, lse, rest);
     T delta{}, delta_t{};
     with_stored<T>(p.key_value_storage, [&](auto stored) {
-      if (has_no_keys(rest)) return;  // as in head_gradient
       const auto* grad = rows.template row<decltype(stored)>(backward.grad_out, i);
       delta = dot<T>(grad, rows.row(backward.out, i), rows.width);
       delta_t = dot<T>(grad, rows.row(params.out_t, i), rows.width);

@@ -94,10 +94,13 @@ inline void put_in_lanes(int keys, const T* dense, T* in_lanes) {
   }
 }
 
+/// The other way round, of the first `rows`.
 template <int kRows, class T>
-inline void take_from_lanes(int keys, const T* in_lanes, T* dense) {
+inline void take_from_lanes(int keys, int rows, const T* in_lanes, T* dense) {
   for (int k = 0; k < keys; ++k) {
-    for (int r = 0; r < kRows; ++r) dense[k * kRows + r] = in_lanes[k * Simd<T>::kWidth + r];
+    for (int r = 0; r < kRows; ++r) {
+      dense[k * kRows + r] = r < rows ? in_lanes[k * Simd<T>::kWidth + r] : T(0);
+    }
   }
 }
 
@@ -134,8 +137,8 @@ QKV_ONE_COPY void weigh_few_rows(const BackwardRows<T, 1>& work, int64_t first_k
     if (rows.is_capped()) {
       work.template through_softcap<1>(0, keys, 0, partial, in_lanes.caps, in_lanes.grads);
     }
-    take_from_lanes<kRows>(keys, in_lanes.scores, scores);
-    take_from_lanes<kRows>(keys, in_lanes.grads, grads);
+    take_from_lanes<kRows>(keys, work.tile.rows, in_lanes.scores, scores);
+    take_from_lanes<kRows>(keys, work.tile.rows, in_lanes.grads, grads);
     return;
   }
   const auto in_all_lanes = [](typename S::Number of_rows) {
@@ -145,11 +148,15 @@ QKV_ONE_COPY void weigh_few_rows(const BackwardRows<T, 1>& work, int64_t first_k
   numbers = {in_all_lanes(numbers.lse), in_all_lanes(numbers.lse_rest),
              in_all_lanes(numbers.delta)};
   for (int x = keys * kRows; x % S::kWidth != 0; ++x) scores[x] = grads[x] = T(0);
+  // Of a row that is not there S and dP are NaN where a key is infinite.
+  alignas(64) uint8_t is_there[S::kWidth];
+  for (int l = 0; l < S::kWidth; ++l) is_there[l] = l % kRows < work.tile.rows;
+  const auto there = S::bit_of_bytes(is_there, 0);
   for (int x = 0; x < keys * kRows; x += S::kWidth) {
     const auto pair = work.template gradients_of</*kMasked=*/false, /*kDropout=*/false>(
         0, 0, numbers, S::load(scores + x) - numbers.lse, S::load(grads + x));
-    S::store(scores + x, pair.weight);
-    S::store(grads + x, pair.gradient);
+    S::store(scores + x, S::select(there, pair.weight, S::zero()));
+    S::store(grads + x, S::select(there, pair.gradient, S::zero()));
   }
 }
 

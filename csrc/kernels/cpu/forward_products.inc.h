@@ -50,8 +50,10 @@ class ForwardProducts
     return p.head_dim * kRows * static_cast<int64_t>(sizeof(T));
   }
   static int64_t block_bytes(const Problem<T>& p) {
-    const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-    return kBlockKeys * spread_row<T>(widest) * static_cast<int64_t>(sizeof(T));
+    // Wider rows may lie less far apart.
+    const int64_t key_row = spread_row<T>(p.head_dim), value_row = spread_row<T>(p.value_dim);
+    const int64_t row = key_row > value_row ? key_row : value_row;
+    return kBlockKeys * row * static_cast<int64_t>(sizeof(T));
   }
 
   /// K and V of the keys that tiles take in turn, converted or spread once for all.

@@ -38,7 +38,7 @@ struct BackwardKernels {
   void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 
   // The mask's gradient in a pass of its own, to which `backward` may add instead, or, of few rows,
-  // from what it left; or nullptr, if that is left to the kernels of float32.
+  // from what it left.
   int64_t (*mask_gradient_scratch_bytes)(const BackwardParams<T>&);
   void (*mask_gradient)(const BackwardParams<T>&, int64_t unit, void* scratch);
 };
@@ -75,7 +75,7 @@ struct TangentKernels {
   int64_t (*sum_keys_units)(const SecondOrderParams<T>&);  // of one key/value head
   void (*sum_keys)(const SecondOrderParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 
-  // As those of BackwardKernels.
+  // As those of BackwardKernels; or nullptr, if that is left to the kernels of float32.
   int64_t (*mask_gradient_t_scratch_bytes)(const BackwardBackwardParams<T>&);
   void (*mask_gradient_t)(const BackwardBackwardParams<T>&, int64_t unit, void* scratch);
 };

@@ -95,7 +95,7 @@ inline void sum_over_mask(const Problem<T>& p, const Operand<T>& mask, int64_t u
       const int block =
           range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
       if (work.load_block(n, block) == TileState::kEmpty) continue;
-      add_to_mask(values, work.tile, mask, n, block);
+      add_to_mask<kMaskGradientRows<T>>(values, work.tile, mask, n, block);
     }
   });
 }

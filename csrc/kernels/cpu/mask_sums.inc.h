@@ -47,7 +47,7 @@ class SumsOfLanes {
 };
 
 /// mask (key first_key + k) += values[k][r], row after row.
-template <class T, int kRows>
+template <int kStride, class T, int kRows>
 inline void add_to_line_of_keys(const T* values, const RowTile<kRows>& tile, const Operand<T>& mask,
                                 int64_t first_key, int keys) {
   using S = Simd<T>;
@@ -60,7 +60,7 @@ inline void add_to_line_of_keys(const T* values, const RowTile<kRows>& tile, con
       typename S::Number square[kWidth];
       alignas(64) T of_rows[kWidth][kWidth];
 #pragma GCC unroll 16
-      for (int c = 0; c < kWidth; ++c) square[c] = S::load(values + (k + c) * kRows + r);
+      for (int c = 0; c < kWidth; ++c) square[c] = S::load(values + (k + c) * kStride + r);
       transpose<T>(square);
 #pragma GCC unroll 16
       for (int l = 0; l < kWidth; ++l) S::store(of_rows[l], square[l]);
@@ -70,13 +70,13 @@ inline void add_to_line_of_keys(const T* values, const RowTile<kRows>& tile, con
   }
   for (int k = whole; k < keys; ++k) {
     double sum = line[k * mask.column_stride];
-    for (int r = 0; r < tile.rows; ++r) sum += static_cast<double>(values[k * kRows + r]);
+    for (int r = 0; r < tile.rows; ++r) sum += static_cast<double>(values[k * kStride + r]);
     line[k * mask.column_stride] = sum;
   }
 }
 
 /// mask (row r) += values[k][r], key after key; if it has no rows, all add to one element.
-template <class T, int kRows>
+template <int kStride, class T, int kRows>
 inline void add_to_line_of_rows(const T* values, const RowTile<kRows>& tile, const Operand<T>& mask,
                                 int keys) {
   constexpr int kWidth = Simd<T>::kWidth;
@@ -88,7 +88,7 @@ inline void add_to_line_of_rows(const T* values, const RowTile<kRows>& tile, con
       sums[l] = *tile.template stored_row<double>(mask, r + l);
     }
     SumsOfLanes<T> of_lanes(sums);
-    for (int k = 0; k < keys; ++k) of_lanes.add(values + k * kRows + r);
+    for (int k = 0; k < keys; ++k) of_lanes.add(values + k * kStride + r);
     of_lanes.store(sums);
     for (int l = 0; l < lanes; ++l) {
       double* const to = tile.template stored_row<double>(mask, r + l);
@@ -97,36 +97,57 @@ inline void add_to_line_of_rows(const T* values, const RowTile<kRows>& tile, con
   }
 }
 
-/// mask (row r, key first_key + k) += values[k][r]. Each element takes the rows and the keys that
-/// it is broadcast to in their order. A tile whose rows are of several heads has a mask with both.
-template <class T, int kRows>
+/// mask (row r, key first_key + k) += values[k][r], of which each key has kStride. Each element
+/// takes the rows and the keys that it is broadcast to in their order. A tile whose rows are of
+/// several heads has a mask with both.
+template <int kStride, class T, int kRows>
 inline void add_to_mask(const T* values, const RowTile<kRows>& tile, const Operand<T>& mask,
                         int64_t first_key, int keys) {
   using S = Simd<T>;
   constexpr int kWidth = S::kWidth;
   if (is_line(mask)) {
-    return mask.column_stride == 0 ? add_to_line_of_rows(values, tile, mask, keys)
-                                   : add_to_line_of_keys(values, tile, mask, first_key, keys);
+    return mask.column_stride == 0
+               ? add_to_line_of_rows<kStride>(values, tile, mask, keys)
+               : add_to_line_of_keys<kStride>(values, tile, mask, first_key, keys);
   }
-  const int whole = mask.column_stride == 1 ? keys / kWidth * kWidth : 0;
-  const int whole_rows = tile.rows / kWidth * kWidth;
-  const auto add_number = [&](int r, int k) {
-    tile.row(mask, r)[(first_key + k) * mask.column_stride] += values[k * kRows + r];
-  };
-  for (int r = 0; r < whole_rows; r += kWidth) {
-    T* rows[kWidth];
-    for (int l = 0; l < kWidth; ++l) rows[l] = tile.row(mask, r + l) + first_key;
-    for (int k = 0; k < whole; k += kWidth) {
-      typename S::Number square[kWidth];
-#pragma GCC unroll 16
-      for (int c = 0; c < kWidth; ++c) square[c] = S::load(values + (k + c) * kRows + r);
-      transpose<T>(square);
-#pragma GCC unroll 16
-      for (int l = 0; l < kWidth; ++l) S::store(rows[l] + k, S::load(rows[l] + k) + square[l]);
+  if (mask.column_stride != 1) {
+    for (int r = 0; r < tile.rows; ++r) {
+      T* const row = tile.row(mask, r) + first_key * mask.column_stride;
+      for (int k = 0; k < keys; ++k) row[k * mask.column_stride] += values[k * kStride + r];
     }
+    return;
   }
-  for (int r = 0; r < tile.rows; ++r) {
-    for (int k = r < whole_rows ? whole : 0; k < keys; ++k) add_number(r, k);
+  for (int r = 0; r < tile.rows; r += kWidth) {
+    const int lanes = tile.rows - r < kWidth ? tile.rows - r : kWidth;
+    T* rows[kWidth];
+    for (int l = 0; l < lanes; ++l) rows[l] = tile.row(mask, r + l) + first_key;
+    for (int k = 0; k < keys; k += kWidth) {
+      const int left = keys - k;
+      const T* const of_key = values + k * kStride + r;
+      typename S::Number square[kWidth];
+      if (left >= kWidth) {
+#pragma GCC unroll 16
+        for (int c = 0; c < kWidth; ++c) square[c] = S::load(of_key + c * kStride);
+      } else {
+        for (int c = 0; c < kWidth; ++c) {
+          square[c] = c < left ? S::load(of_key + c * kStride) : S::zero();
+        }
+      }
+      transpose<T>(square);
+      if (lanes == kWidth && left >= kWidth) {
+#pragma GCC unroll 16
+        for (int l = 0; l < kWidth; ++l) S::store(rows[l] + k, S::load(rows[l] + k) + square[l]);
+        continue;
+      }
+      alignas(64) T of_rows[kWidth][kWidth];
+#pragma GCC unroll 16
+      for (int l = 0; l < kWidth; ++l) S::store(of_rows[l], square[l]);
+      for (int l = 0; l < lanes; ++l) {
+        T* const to = rows[l] + k;
+        const auto sums = S::load(of_rows[l]) + load_first<T>(to, left < kWidth ? left : kWidth);
+        store_first<T>(to, sums, left < kWidth ? left : kWidth);
+      }
+    }
   }
 }
 

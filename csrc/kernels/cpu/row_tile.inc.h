@@ -104,6 +104,21 @@ struct RowTile {
     return tile;
   }
 
+  /// Its rows from `first` on, at most kMost.
+  template <int kMost>
+  RowTile<kMost> part(int first) const {
+    RowTile<kMost> tile;
+    tile.batch = batch;
+    tile.batch_number = batch_number;
+    tile.kv_head = kv_head;
+    tile.rows = rows - first < kMost ? rows - first : kMost;
+    for (int r = 0; r < tile.rows; ++r) {
+      tile.query[r] = query[first + r];
+      tile.head[r] = head[first + r];
+    }
+    return tile;
+  }
+
   /// Where a tensor has the rows of the tile. What they share is worked out once: in a loop that
   /// stores vectors, which may be anywhere, the compiler would work it out for each row.
   template <class Number>

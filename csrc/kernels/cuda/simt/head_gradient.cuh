@@ -88,6 +88,8 @@ sink_gradient_t_kernel(QKV_PARAMS BackwardBackwardTask<Real<Element>> task,
     const T sink = number_of_head(p, p.sinks, batch, head);
     const T sink_t = sinks_t.data == nullptr ? T(0) : number_of_head(p, sinks_t, batch, head);
     const double sum = sum_of_sinks(params, unit, sink, sums, [&](int64_t scalar) {
+      // A row without keys has lse' = sink', and NaN may come for it.
+      if (has_no_keys(device::load_global(params.lse_rest + scalar))) return T(0);
       return (sink_t - device::load_global(task.lse_t + scalar)) *
                  device::load_global(task.backward.delta + scalar) +
              device::load_global(task.delta_t + scalar);
