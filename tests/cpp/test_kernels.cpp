@@ -124,7 +124,8 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       {2, 1, 3, 16500, 4, 5, {16470, 0, 16480}},
   };
   const auto expect_equal = [&](const Shape& shape, int64_t splits, const std::string& what) {
-    EXPECT_LT((KernelRun<float>(*table_, shape, splits).errors().largest()), 5e-5) << what;
+    const double bound = shape.head_dim > 256 ? 5e-4 : 5e-5;  // scores grow with it
+    EXPECT_LT((KernelRun<float>(*table_, shape, splits).errors().largest()), bound) << what;
     EXPECT_LT((KernelRun<double>(*table_, shape, splits).errors().largest()), 5e-13) << what;
   };
   for (const Shape& shape : shapes) {
