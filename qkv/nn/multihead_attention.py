@@ -101,7 +101,8 @@ class MultiheadAttention(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """After those of the projections, which draw other numbers, where these are called too."""
+        """Draws all weights anew, as ``torch.nn.MultiheadAttention`` does. Where those of the
+        projections are called too, as for a module made on the meta device, call it after them."""
         projections = [self.w_q, self.w_k, self.w_v]
         # torch.nn.MultiheadAttention keeps three equal projections in one (3 * E, E) matrix,
         # which is what Glorot's bound then counts.

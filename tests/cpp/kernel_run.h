@@ -216,16 +216,13 @@ class KernelRun {
     constexpr int64_t kPage = 65536;  // or a divisor of it
     const int64_t size = (bytes + kPage - 1) / kPage * kPage;
     void* const pages =
-        mmap(nullptr, size + 2 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        mmap(nullptr, size + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) throw std::bad_alloc();
-    char* const first = static_cast<char*>(pages) + kPage;
-    const Unmap unmap{pages, static_cast<size_t>(size + 2 * kPage)};
-    if (mprotect(pages, kPage, PROT_NONE) != 0 || mprotect(first + size, kPage, PROT_NONE) != 0) {
-      throw std::bad_alloc();
-    }
-    char* const memory = first + size - (bytes + 63) / 64 * 64;
+    char* const end = static_cast<char*>(pages) + size;
+    if (mprotect(end, kPage, PROT_NONE) != 0) throw std::bad_alloc();
+    char* const memory = end - (bytes + 63) / 64 * 64;
     std::memset(memory, 0xff, bytes);
-    return {memory, unmap};
+    return {memory, Unmap{pages, static_cast<size_t>(size + kPage)}};
   }
 
   template <class U>
