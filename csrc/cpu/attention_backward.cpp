@@ -28,9 +28,9 @@ void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
   if (needs[5]) sum_over_batch(sinks, x, grads[5]);
 }
 
-/// Memory for them, nullptr if there are none.
+/// Of `count` numbers of T, nullptr if that is 0.
 template <class T>
-c10::DataPtr numbers(int64_t count) {
+c10::DataPtr memory_of(int64_t count) {
   if (count == 0) return {};
   return c10::GetCPUAllocator()->allocate(count * sizeof(T));
 }
@@ -63,10 +63,10 @@ void run_backward(const Operands& x, const Tensor& grad_out, const OptionalTenso
     backward.splits = number_of_splits(backward.problem.keys, 512);
   }
   const int64_t rows = forward.lse.numel();
-  const auto slope_gradient = numbers<T>(needs[4] ? backward.splits * rows : 0);
+  const auto slope_gradient = memory_of<T>(needs[4] ? backward.splits * rows : 0);
   backward.slope_gradient_of_rows = static_cast<T*>(slope_gradient.get());
   const bool sums_rows = needs[3] && of_few_rows != nullptr;
-  const auto score_gradient = numbers<T>(sums_rows ? rows * backward.problem.keys : 0);
+  const auto score_gradient = memory_of<T>(sums_rows ? rows * backward.problem.keys : 0);
   backward.score_gradient_of_rows = static_cast<T*>(score_gradient.get());
 
   const bool in_16_bits = &of_splits != &kernels;

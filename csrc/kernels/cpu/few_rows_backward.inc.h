@@ -104,6 +104,7 @@ inline void take_from_lanes(int keys, int rows, const T* in_lanes, T* dense) {
   }
 }
 
+/// Where dS of a row is left, key by key.
 template <class T, int kRows>
 inline T* score_gradient_of_row(const BackwardParams<T>& params, const RowTile<kRows>& tile,
                                 int r) {
@@ -130,9 +131,11 @@ QKV_ONE_COPY void weigh_few_rows(const BackwardRows<T, 1>& work, int64_t first_k
     if (slope_gradient != nullptr) {
       work.add_slope_gradient(first_key, keys, in_lanes.grads, slope_gradient);
     }
-    for (int r = 0; r < work.tile.rows && work.params.score_gradient_of_rows != nullptr; ++r) {
-      T* const row = score_gradient_of_row(work.params, work.tile, r) + first_key;
-      for (int k = 0; k < keys; ++k) row[k] = in_lanes.grads[k * S::kWidth + r];
+    if (work.params.score_gradient_of_rows != nullptr) {
+      for (int r = 0; r < work.tile.rows; ++r) {
+        T* const row = score_gradient_of_row(work.params, work.tile, r) + first_key;
+        for (int k = 0; k < keys; ++k) row[k] = in_lanes.grads[k * S::kWidth + r];
+      }
     }
     if (rows.is_capped()) {
       work.template through_softcap<1>(0, keys, 0, partial, in_lanes.caps, in_lanes.grads);
@@ -181,9 +184,11 @@ class FewRowsBackward {
   /// Writes the gradients of some keys and their values.
   void run(KeyRange keys) {
     set_to_zero(memory_.grad_query, kRows * key_row_);
-    for (int r = 0; r < work_.tile.rows && params_.score_gradient_of_rows != nullptr; ++r) {
-      T* const row = score_gradient_of_row(params_, work_.tile, r) + keys.begin;
-      __builtin_memset(row, 0, (keys.end - keys.begin) * sizeof(T));  // of keys that are not seen
+    if (params_.score_gradient_of_rows != nullptr) {  // 0 of keys that are not seen
+      for (int r = 0; r < work_.tile.rows; ++r) {
+        T* const row = score_gradient_of_row(params_, work_.tile, r) + keys.begin;
+        __builtin_memset(row, 0, (keys.end - keys.begin) * sizeof(T));
+      }
     }
     const KeyRange seen = work_.keys_of_rows().intersection(keys);
     if (seen.empty()) return write_zeros(keys);

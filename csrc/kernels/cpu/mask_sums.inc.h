@@ -122,19 +122,19 @@ inline void add_to_mask(const T* values, const RowTile<kRows>& tile, const Opera
     T* rows[kWidth];
     for (int l = 0; l < lanes; ++l) rows[l] = tile.row(mask, r + l) + first_key;
     for (int k = 0; k < keys; k += kWidth) {
-      const int left = keys - k;
+      const int columns = keys - k < kWidth ? keys - k : kWidth;
       const T* const of_key = values + k * kStride + r;
       typename S::Number square[kWidth];
-      if (left >= kWidth) {
+      if (columns == kWidth) {
 #pragma GCC unroll 16
         for (int c = 0; c < kWidth; ++c) square[c] = S::load(of_key + c * kStride);
       } else {
         for (int c = 0; c < kWidth; ++c) {
-          square[c] = c < left ? S::load(of_key + c * kStride) : S::zero();
+          square[c] = c < columns ? S::load(of_key + c * kStride) : S::zero();
         }
       }
       transpose<T>(square);
-      if (lanes == kWidth && left >= kWidth) {
+      if (lanes == kWidth && columns == kWidth) {
 #pragma GCC unroll 16
         for (int l = 0; l < kWidth; ++l) S::store(rows[l] + k, S::load(rows[l] + k) + square[l]);
         continue;
@@ -144,8 +144,7 @@ inline void add_to_mask(const T* values, const RowTile<kRows>& tile, const Opera
       for (int l = 0; l < kWidth; ++l) S::store(of_rows[l], square[l]);
       for (int l = 0; l < lanes; ++l) {
         T* const to = rows[l] + k;
-        const auto sums = S::load(of_rows[l]) + load_first<T>(to, left < kWidth ? left : kWidth);
-        store_first<T>(to, sums, left < kWidth ? left : kWidth);
+        store_first<T>(to, S::load(of_rows[l]) + load_first<T>(to, columns), columns);
       }
     }
   }
