@@ -55,11 +55,19 @@ std::tuple<Tensor, Tensor> attention_with_lse_composite(const Arguments& argumen
   return {call.restore_rank(out), call.restore_rank(lse)};
 }
 
-/// The result is M x N numbers itself, so the reference takes no more memory than it must.
+/// A kernel on a CPU. Elsewhere the reference: the result is M x N numbers itself, so that takes no
+/// more memory than it must.
+Tensor weights_of(Operands x) {
+  if (!x.query.is_cpu()) return reference::softmax(x).weights.to(x.query.scalar_type());
+  auto no_columns = x.key.sym_sizes().vec();
+  no_columns.back() = 0;
+  x.value = at::empty_symint(no_columns, x.query.options());
+  return std::get<0>(attention_weights_op()(x));
+}
+
 Tensor attention_weights_composite(const Arguments& arguments) {
   const Call call = checked_call("qkv::attention_weights", arguments);
-  const Tensor weights = reference::softmax(call.operands).weights;
-  return call.restore_rank(weights.to(arguments.query.scalar_type()));
+  return call.restore_rank(weights_of(call.operands));
 }
 
 std::string explain_composite(const Arguments& arguments) {

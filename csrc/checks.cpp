@@ -192,6 +192,13 @@ void check_operands(const char* op, const Operands& x) {
                     x.band.size());
 }
 
+void check_weights(const char* op, const Operands& x) {
+  check_operands(op, x);
+  TORCH_CHECK_VALUE(x.dropout_p == 0.0, op, ": dropout_p must be 0, but is ", x.dropout_p);
+  TORCH_CHECK_VALUE(is_known_to_be(x.value.sym_size(-1), 0), op,
+                    ": value must have no columns, but has shape ", x.value.sym_sizes());
+}
+
 namespace {
 
 void check_tangents(const char* op, const Operands& x, const Tangents& tangents) {
@@ -247,6 +254,17 @@ void check_backward(const char* op, const Operands& x, const Tensor& grad_out,
   check_needs(op, x, needs);
   check_grad_outputs(op, x, grad_out, grad_lse);
   check_forward_results(op, x, forward);
+}
+
+void check_weights_backward(const char* op, const Operands& x, const Tensor& grad_weights,
+                            const Tensor& lse, const Tensor& lse_rest, const Needs& needs) {
+  check_weights(op, x);
+  check_needs(op, x, needs);
+  const auto type = x.query.scalar_type(), real = accumulate_type(x.query);
+  check_exactly(op, "grad_weights", grad_weights, x.query, output_shape(x, x.key.sym_size(-2)),
+                type);
+  check_exactly(op, "logsumexp", lse, x.query, row_shape(x), real);
+  check_exactly(op, "logsumexp_rest", lse_rest, x.query, row_shape(x), real);
 }
 
 void check_jvp(const char* op, const Operands& x, const ForwardResults& forward,

@@ -36,6 +36,9 @@ void check_scalars(const char* op, const Tensor& query, std::optional<double> sc
 /// by its name gets an error instead of a crash.
 void check_operands(const char* op, const Operands& x);
 
+/// The operands of weights: without dropout, values without columns.
+void check_weights(const char* op, const Operands& x);
+
 /// The same for the arguments after the operands: incoming gradients and results of the forward as
 /// the forward returns them; tangents (or cotangents, which lie like them) each of an operand that
 /// is there, of its dtype and, but for masks, slopes and sinks, of its shape; gradients wanted only
@@ -43,6 +46,8 @@ void check_operands(const char* op, const Operands& x);
 void check_backward(const char* op, const Operands& x, const Tensor& grad_out,
                     const OptionalTensor& grad_lse, const ForwardResults& forward,
                     const Needs& needs);
+void check_weights_backward(const char* op, const Operands& x, const Tensor& grad_weights,
+                            const Tensor& lse, const Tensor& lse_rest, const Needs& needs);
 void check_jvp(const char* op, const Operands& x, const ForwardResults& forward,
                const Tangents& tangents);
 void check_backward_backward(const char* op, const Operands& x, const Tensor& grad_out,

@@ -147,10 +147,18 @@ constexpr auto flat = &FlatKernel<kKernel>::call;
 /// Results: as ForwardResults, of which derivatives need out_rest.
 using Forward = TensorTuple<4>(const Operands&, bool needs_rest);
 
+/// The weights, logsumexp and what rounding took from it. There is no dropout, and values have no
+/// columns.
+using Weights = TensorTuple<3>(const Operands&);
+
 /// Gradients of the differentiable operands. Those with needs[i] false are empty tensors.
 /// The forward's results are functions of the operands, not variables.
 using Backward = TensorTuple<6>(const Operands&, const Tensor& grad_out,
                                 const OptionalTensor& grad_lse, const ForwardResults&, Needs needs);
+
+/// The same of the weights: of what they and grad_weights are summed to.
+using WeightsBackward = TensorTuple<6>(const Operands&, const Tensor& grad_weights,
+                                       const Tensor& lse, const Tensor& lse_rest, Needs needs);
 
 /// Tangents of output and logsumexp. A tangent that is not given is zero and costs nothing.
 using Jvp = TensorTuple<2>(const Operands&, const ForwardResults&, const Tangents&);
@@ -162,12 +170,16 @@ using BackwardBackward = TensorTuple<8>(const Operands&, const Tensor& grad_out,
                                         const Tangents& cotangents, NeedsOfSecond needs);
 
 constexpr const char* kForwardOp = "qkv::_attention_forward";
+constexpr const char* kWeightsOp = "qkv::_attention_weights";
 constexpr const char* kBackwardOp = "qkv::_attention_backward";
+constexpr const char* kWeightsBackwardOp = "qkv::_attention_weights_backward";
 constexpr const char* kJvpOp = "qkv::_attention_jvp";
 constexpr const char* kBackwardBackwardOp = "qkv::_attention_backward_backward";
 
 const InternalOp<Forward>& attention_forward_op();
+const InternalOp<Weights>& attention_weights_op();
 const InternalOp<Backward>& attention_backward_op();
+const InternalOp<WeightsBackward>& attention_weights_backward_op();
 const InternalOp<Jvp>& attention_jvp_op();
 const InternalOp<BackwardBackward>& attention_backward_backward_op();
 

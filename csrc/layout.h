@@ -73,6 +73,19 @@ inline TensorTuple<4> empty_forward_results(const Operands& x, bool needs_rest) 
   return {out, empty_logsumexp(x), empty_dense_like(x.query, sizes), empty_logsumexp(x)};
 }
 
+/// (batch.., Hq, M, N)
+inline std::vector<c10::SymInt> weights_sizes(const Operands& x) {
+  auto sizes = x.query.sym_sizes().vec();
+  sizes.back() = x.key.sym_size(-2);
+  return sizes;
+}
+
+/// weights, contiguous, logsumexp and its rest.
+inline TensorTuple<3> empty_weights(const Operands& x) {
+  return {at::empty_symint(weights_sizes(x), x.query.options()), empty_logsumexp(x),
+          empty_logsumexp(x)};
+}
+
 /// Each gradient as its input lies in memory; an empty tensor for one that is not needed.
 inline Gradients empty_gradients(const Operands& x, Needs needs) {
   const auto inputs = x.tensors();

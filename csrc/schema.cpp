@@ -60,6 +60,8 @@ TORCH_LIBRARY(qkv, m) {
   define("_attention_forward", ", bool needs_rest=True) -> (Tensor output, Tensor logsumexp, "
         "Tensor output_rest, Tensor logsumexp_rest)");
 
+  define("_attention_weights", ") -> (Tensor weights, Tensor logsumexp, Tensor logsumexp_rest)");
+
   // What _attention_forward gave: a function of the operands, not a variable.
   const std::string results =
       ", Tensor output, Tensor logsumexp, Tensor output_rest, Tensor logsumexp_rest";
@@ -67,6 +69,10 @@ TORCH_LIBRARY(qkv, m) {
   define("_attention_backward", ", Tensor grad_output, Tensor? grad_logsumexp" + results +
         ", bool[6] needs) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
         "Tensor grad_attn_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
+
+  define("_attention_weights_backward", ", Tensor grad_weights, Tensor logsumexp, "
+        "Tensor logsumexp_rest, bool[6] needs) -> (Tensor grad_query, Tensor grad_key, "
+        "Tensor grad_value, Tensor grad_attn_mask, Tensor grad_alibi_slopes, Tensor grad_sinks)");
 
   define("_attention_jvp", results + ", Tensor? query_t, Tensor? key_t, Tensor? value_t, "
         "Tensor? attn_mask_t, Tensor? alibi_slopes_t, Tensor? sinks_t) "
@@ -89,8 +95,18 @@ const InternalOp<Forward>& attention_forward_op() {
   return op;
 }
 
+const InternalOp<Weights>& attention_weights_op() {
+  static const InternalOp<Weights> op(kWeightsOp);
+  return op;
+}
+
 const InternalOp<Backward>& attention_backward_op() {
   static const InternalOp<Backward> op(kBackwardOp);
+  return op;
+}
+
+const InternalOp<WeightsBackward>& attention_weights_backward_op() {
+  static const InternalOp<WeightsBackward> op(kWeightsBackwardOp);
   return op;
 }
 

@@ -19,7 +19,7 @@ def formulas() -> dict[Callable, Callable]:
     Counted as PyTorch counts its own attention: two for each multiply-add of the matrix products,
     all M x N pairs, kept or not; nothing for the softmax. Two products forward, five backward, up
     to five in forward mode and twelve in the double backward, fewer where fewer operands have a
-    tangent or cotangent.
+    tangent or cotangent. Of the weights, one and three.
 
     Returns:
         Operators and functions from the shapes of their arguments to numbers.
@@ -28,6 +28,8 @@ def formulas() -> dict[Callable, Callable]:
     return {
         ops._attention_forward: _forward,
         ops._attention_backward: _backward,
+        ops._attention_weights: _weights,
+        ops._attention_weights_backward: _weights_backward,
         ops._attention_jvp: _jvp,
         ops._attention_backward_backward: _backward_backward,
     }
@@ -47,6 +49,15 @@ def _forward(query, key, value, *rest, **_) -> int:
 def _backward(query, key, value, *rest, **_) -> int:
     """S, dQ and dK; dP and dV."""
     return _products(query, key, value, 3, 2)
+
+
+def _weights(query, key, value, *rest, **_) -> int:
+    return _products(query, key, value, 1, 0)
+
+
+def _weights_backward(query, key, value, *rest, **_) -> int:
+    """S, dQ and dK."""
+    return _products(query, key, value, 3, 0)
 
 
 def _jvp(query, key, value, *rest, **_) -> int:

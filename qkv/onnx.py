@@ -23,16 +23,17 @@ def translation_table() -> dict[Callable, Callable]:
         )
         program.save("model.onnx")
 
-    The exporter decomposes the public operators to ``qkv::_attention_forward`` and ATen; the table
-    has the former, in terms of standard ONNX operators (opset 18). So every option, dtype, rank and
-    dynamic size is covered, ``attention_weights`` too; not dropout, and not ``qkv.nn.KVCache``.
+    The exporter decomposes the public operators to ``qkv::_attention_forward``,
+    ``qkv::_attention_weights`` and ATen; the table has the former two, in terms of standard ONNX
+    operators (opset 18). So every option, dtype, rank and dynamic size is covered; not dropout, and
+    not ``qkv.nn.KVCache``.
 
     The numbers are those of ``qkv`` except that a NaN or inf in a masked key, value or mask entry
     may reach rows that do not keep it, that no size may be 0 (onnxruntime fails or is wrong there),
     and that memory holds all M x N scores.
 
     Returns:
-        The operator and the function that builds its ONNX graph.
+        The operators and the functions that build their ONNX graphs.
 
     Raises:
         ImportError: onnxscript is not installed.
@@ -45,11 +46,17 @@ def translation_table() -> dict[Callable, Callable]:
             "qkv.onnx: exporting to ONNX needs onnxscript: pip install onnx onnxscript"
         ) from error
 
-    # The exporter evaluates the annotations, which those of _attention_forward are too lazy for.
+    # The exporter evaluates annotations, which those of the functions below are too lazy for.
     def attention_forward(*operands: object) -> tuple[object, ...]:
         return _attention_forward(opset18, *operands)
 
-    return {torch.ops.qkv._attention_forward.default: attention_forward}
+    def attention_weights(*operands: object) -> tuple[object, ...]:
+        return _attention_weights(opset18, *operands)
+
+    return {
+        torch.ops.qkv._attention_forward.default: attention_forward,
+        torch.ops.qkv._attention_weights.default: attention_weights,
+    }
 
 
 def _attention_forward(
@@ -57,6 +64,29 @@ def _attention_forward(
     query: "Value",
     key: "Value",
     value: "Value",
+    *operands: object,
+) -> tuple["Value", ...]:
+    """The operands of csrc/operands.h to output (B.., Hq, M, Dv) and logsumexp (B.., Hq, M)."""
+    weights, total, logsumexp = _softmax(op, query, key, *operands)
+    grouped = query.shape[-3] != key.shape[-3]
+    product = _product(op, weights, op.CastLike(value, weights), grouped)
+    output = op.CastLike(product / total, query)
+    # Nothing that is exported reads the last two, which are for derivatives.
+    return output, logsumexp, op.Identity(logsumexp), op.Identity(logsumexp)
+
+
+def _attention_weights(
+    op: "Opset", query: "Value", key: "Value", value: "Value", *operands: object
+) -> tuple["Value", ...]:
+    """The same operands to weights (B.., Hq, M, N) and logsumexp."""
+    weights, total, logsumexp = _softmax(op, query, key, *operands)
+    return op.CastLike(weights / total, query), logsumexp, op.Identity(logsumexp)
+
+
+def _softmax(
+    op: "Opset",
+    query: "Value",
+    key: "Value",
     attn_mask: Optional["Value"],
     alibi_slopes: Optional["Value"],
     sinks: Optional["Value"],
@@ -68,7 +98,7 @@ def _attention_forward(
     band: Sequence[Union[int, "Value"]],
     needs_rest: bool = True,
 ) -> tuple["Value", ...]:
-    """The operands of csrc/operands.h to output (B.., Hq, M, Dv) and logsumexp (B.., Hq, M)."""
+    """Weights (B.., Hq, M, N) that are not divided yet, by what (B.., Hq, M, 1), and logsumexp."""
     from onnxscript import ir
 
     if dropout_seed is not None:
@@ -116,11 +146,8 @@ def _attention_forward(
     total = op.ReduceSum(weights, [-1])
     if sinks is not None:
         total = total + op.Exp(as_column(sinks) - largest)
-    # The largest score or sink adds 1 to total, so this changes only the 0 / 0 of such a row.
-    output = _product(op, weights, as_real(value), grouped) / op.Max(total, number(1.0))
-    logsumexp = op.Squeeze(op.Log(total) + largest, [-1])
-    # Nothing that is exported reads the last two, which are for derivatives.
-    return op.CastLike(output, query), logsumexp, op.Identity(logsumexp), op.Identity(logsumexp)
+    # The largest score or sink adds 1 to total, so Max changes only the 0 / 0 of such a row.
+    return weights, op.Max(total, number(1.0)), op.Squeeze(op.Log(total) + largest, [-1])
 
 
 def _product(op: "Opset", a: "Value", b: "Value", grouped: bool) -> "Value":

@@ -10,13 +10,17 @@
 #include "autograd/operands_node.h"
 #include "environment.h"
 #include "reference.h"
+#include "sizes.h"
 #include "vmap/batched.h"
 
 namespace qkv::autograd {
 
 namespace {
 
-void report_third_order() {
+/// Of values without columns they are second derivatives of weights, for which nobody promises less
+/// memory than those take.
+void report_third_order(const Operands& x) {
+  if (is_known_to_be(x.value.sym_size(-1), 0)) return;
   report_fallback("qkv::attention", "third derivatives have no fused kernel");
 }
 
@@ -32,7 +36,7 @@ struct QkvAttentionThirdOrder : OperandsNode<QkvAttentionThirdOrder> {
                                  const std::vector<bool>& needs) {
     const vmap::Level level = level_of(grads, x, others);
     if (level.any()) return gradients_of_mapped(level, grads, x, others, needs);
-    report_third_order();
+    report_third_order(x);
     const bool graph_is_asked_for = at::GradMode::is_enabled();
     at::AutoGradMode grad_mode(true);
     bool something_varies = false;
@@ -142,7 +146,7 @@ TensorTuple<8> attention_backward_backward(c10::DispatchKeySet keys, const Opera
   }
   if (node) set_history(variable_list(grads.begin(), grads.end()), node);
   if (any_tangent(inputs)) {
-    report_third_order();
+    report_third_order(x);
     const auto moved =
         as_array(reference::attention_backward_backward(x, grad_out, grad_lse, cotangents, needs));
     for (size_t i = 0; i < grads.size(); ++i) {

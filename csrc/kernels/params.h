@@ -140,6 +140,9 @@ struct BackwardParams {
   // stride 0 here. Numbers of T whatever the storage; on a CPU of double if it has no rows or no
   // columns. Splits add to it; or it is left to a kernel of its own.
   Operand<T> grad_mask;
+  // On a CPU: gradients of the weights themselves, (B, Hq, M, N), where values have no columns, or
+  // data == nullptr. Stored as the operands.
+  Operand<const T> grad_weights;
 };
 
 /// The gradients of alibi_slopes and sinks before they are summed over the batch, (B, Hq) each.

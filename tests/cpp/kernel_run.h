@@ -1,17 +1,16 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <random>
 #include <vector>
 
 #include "dual.h"
+#include "guarded_memory.h"
 #include "kernels/cpu/isa.h"
 
 // One problem run by kernels without torch, unit by unit, and what loops in double make of it.
@@ -81,6 +80,17 @@ struct OfHalf {
   const HalfTangentKernels* tangents = nullptr;
   Storage storage = Storage::kBFloat16;
 };
+
+/// (heads, rows, width), dense.
+template <class U>
+Operand<U> operand(U* data, int64_t rows, int64_t width) {
+  Operand<U> x{};
+  x.data = data;
+  x.head_stride = rows * width;
+  x.row_stride = width;
+  x.column_stride = 1;
+  return x;
+}
 
 /// One problem in dense tensors, run unit by unit.
 template <class T>
@@ -205,36 +215,6 @@ class KernelRun {
   }
 
  private:
-  struct Unmap {
-    void* pages;
-    size_t size;
-    void operator()(void*) const { munmap(pages, size); }
-  };
-  /// Full of NaN, so that what is read before it is written shows. After it lies a page that nobody
-  /// may touch.
-  static std::unique_ptr<void, Unmap> memory(int64_t bytes) {
-    constexpr int64_t kPage = 65536;  // or a divisor of it
-    const int64_t size = (bytes + kPage - 1) / kPage * kPage;
-    void* const pages =
-        mmap(nullptr, size + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (pages == MAP_FAILED) throw std::bad_alloc();
-    char* const end = static_cast<char*>(pages) + size;
-    if (mprotect(end, kPage, PROT_NONE) != 0) throw std::bad_alloc();
-    char* const memory = end - (bytes + 63) / 64 * 64;
-    std::memset(memory, 0xff, bytes);
-    return {memory, Unmap{pages, static_cast<size_t>(size + kPage)}};
-  }
-
-  template <class U>
-  static Operand<U> operand(U* data, int64_t rows, int64_t width) {
-    Operand<U> x{};
-    x.data = data;
-    x.head_stride = rows * width;
-    x.row_stride = width;
-    x.column_stride = 1;
-    return x;
-  }
-
   /// The rows a multiple of 1024 bytes apart, with NaN between them.
   Operand<const T> far_apart(const std::vector<T>& rows, int64_t width, std::vector<T>& memory) {
     constexpr auto k1024Bytes = static_cast<int64_t>(1024 / sizeof(T));

@@ -116,6 +116,41 @@ TEST(Invariance, BackwardOfFewRows) {
   at::set_num_threads(before);
 }
 
+/// Of tiles of rows and of few rows.
+TEST(Invariance, Weights) {
+  const int before = at::get_num_threads();
+  for (const int64_t queries : {1, 3, 150}) {
+    for (const auto dtype : {torch::kDouble, torch::kFloat, torch::kBFloat16, torch::kHalf}) {
+      const std::vector<Tensor> inputs = {
+          torch::randn({2, 4, queries, 40}, dtype), torch::randn({2, 2, 1300, 40}, dtype),
+          torch::randn({2, 1, queries, 1300}, dtype), torch::randn({2, 4, queries, 1300}, dtype)};
+      const auto run = [&](const at::indexing::Slice& batch) {
+        std::vector<Tensor> x;
+        for (const Tensor& input : inputs) {
+          x.push_back(input.index({batch}).clone().requires_grad_());
+        }
+        const auto options =
+            qkv::AttentionOptions().enable_gqa(true).window(900, 0).query_offset(1100).attn_mask(
+                x[2]);
+        const Tensor weights = qkv::attention_weights(x[0], x[1], options);
+        Results results{torch::autograd::grad({weights}, {x[0], x[1], x[2]}, {x[3]})};
+        results.tensors.push_back(weights.detach());
+        return results;
+      };
+      at::set_num_threads(1);
+      const Results expected = run({});
+      for (int threads : {2, 3, 5, 16}) {
+        at::set_num_threads(threads);
+        EXPECT_TRUE(run({}) == expected) << threads << " threads";
+        Results of_last = expected;
+        for (Tensor& x : of_last.tensors) x = x.slice(0, 1);
+        EXPECT_TRUE(run({1, 2}) == of_last) << threads << " threads";
+      }
+    }
+  }
+  at::set_num_threads(before);
+}
+
 /// With few threads a unit of the backward takes several of the ranges that keys are cut into.
 TEST(Invariance, BackwardOfManyKeys) {
   const int before = at::get_num_threads();

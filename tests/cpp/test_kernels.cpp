@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernel_run.h"
+#include "weights_run.h"
 
 #if defined(QKV_EMULATES_AVX512)
 // Compiled for AVX2, with what that lacks in software (tests/avx512_emulation,
@@ -139,6 +140,55 @@ TEST_P(Kernels, EqualLoopsInDouble) {
       Shape in_tiles = shape;
       in_tiles.few_rows_in_tiles = true;
       expect_equal(in_tiles, splits, what + " in tiles");
+    }
+  }
+}
+
+TEST_P(Kernels, WeightsEqualLoopsInDouble) {
+  const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
+  const Shape shapes[] = {
+      {1, 1, 1, 1, 1, 0, all},
+      {2, 2, 5, 7, 3, 0, all},
+      {1, 1, 17, 33, 8, 0, causal},
+      {1, 1, 50, 300, 20, 0, all},
+      {6, 2, 40, 200, 32, 0, causal},
+      {4, 2, 60, 290, 24, 0, window, true},
+      {2, 1, 70, 260, 257, 0, {-1, 0, 200}, false, true},
+      {1, 1, 30, 20, 6, 0, outside},
+      {3, 1, 129, 130, 40, 0, {100, 0, 0}, true},
+      // Few rows.
+      {2, 2, 1, 300, 33, 0, all},
+      {2, 2, 1, 700, 64, 0, {100, 20, 300}, true},
+      {3, 1, 1, 290, 40, 0, all},
+      {4, 1, 1, 400, 16, 0, window, false, true},
+      {7, 1, 1, 290, 40, 0, window, true},
+      {2, 1, 4, 129, 64, 0, {-1, 0, 120}, true},
+      {2, 1, 1, 300, 8, 0, outside},
+  };
+  const HalfForwardKernels* half = table_->bfloat16_forward;
+  for (const Shape& shape : shapes) {
+    const std::string what = "heads " + std::to_string(shape.heads) + " queries " +
+                             std::to_string(shape.queries) + " keys " + std::to_string(shape.keys);
+    const auto expect_small = [&](const WeightsErrors& errors, double bound) {
+      EXPECT_LT(errors.weights, bound) << what;
+      EXPECT_LT(errors.lse, 10 * bound) << what;
+      EXPECT_LT(errors.dots, 10 * bound) << what;
+      EXPECT_LT(errors.gradients, 10 * bound) << what;
+    };
+    for (int64_t splits : {1, 3}) {
+      if (splits > (shape.keys + 95) / 96) continue;
+      if (half == nullptr) {
+        const auto& float32 = table_->float32;
+        const auto& float64 = table_->float64;
+        expect_small(WeightsRun<float>(shape, splits, float32, float32).errors(), 5e-6);
+        expect_small(WeightsRun<double>(shape, splits, float64, float64).errors(), 1e-13);
+        continue;
+      }
+      const bool few = rows_of_head(shape) <= kFewRows && half->few_rows_backward == nullptr;
+      if (few || shape.head_dim % 2 != 0) continue;
+      expect_small(
+          WeightsRun<float>(shape, splits, *half, *table_->bfloat16_backward, true).errors(0x1p-8),
+          1e-5);
     }
   }
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 import qkv
 
 BATCH, HEADS, KV_HEADS, M, N, D, DV = 2, 4, 2, 3, 5, 2, 3
+GROUP = HEADS // KV_HEADS
 OPTIONS = {"is_causal": True, "scale": 0.8, "enable_gqa": True, "window": (3, 0), "query_offset": 2,
            "softcap": 2.0}  # fmt: skip
 PUBLIC_TENSORS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "key_mask")
@@ -129,6 +130,8 @@ class InternalOperator(Operator):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.options = {"scale": 0.8, "softcap": 2.0, "dropout_p": 0.25, "band": [3, 0, 2]}
+        if "weights" in name:  # of values without columns, without dropout
+            self.options |= {"dropout_p": 0.0, "dropout_seed": None}
         for a in self.arguments:
             if a.name == "needs":
                 self.options["needs"] = [True] * a.N
@@ -138,6 +141,9 @@ class InternalOperator(Operator):
         given = public_tensors(**{"batch": self.batch, "seed": seed, **how})
         batch = given["query"].shape[:-3]
         given["dropout_seed"] = torch.randint(2**63 - 1, batch, generator=g)
+        if self.options["dropout_p"] == 0.0:
+            given["value"] = given["value"][..., :0]
+            del given["dropout_seed"]
         forward = torch.ops.qkv._attention_forward
         operands = {a.name: given[a.name] for a in forward.default._schema.arguments
                     if a.name in given}  # fmt: skip
@@ -151,6 +157,7 @@ class InternalOperator(Operator):
 
         for name in ("output", "logsumexp"):
             given["grad_" + name] = like(given[name])
+        given["grad_weights"] = like(given["query"] @ given["key"].repeat_interleave(GROUP, -3).mT)
         for name in PUBLIC_TENSORS[:6]:
             given[name + "_t"] = like(given[name])
             given["grad_grad_" + name] = like(given[name])

@@ -6,8 +6,7 @@ out is compared with the definition in float64, with plain PyTorch, or to the bi
 outside the door. vmap that loops and first derivatives that are not fused are errors.
 
 A dot: nothing goes through. `explain` gives text; internal operators are reached through public
-ones; `attention_weights` is operations of PyTorch, derived and compiled as those are; modules are
-made of operators.
+ones; modules are made of operators.
 """
 
 import math
@@ -34,6 +33,8 @@ COLUMNS = {
     "why": "explain",
     "fwd": "_attention_forward",
     "bwd": "_attention_backward",
+    "wfwd": "_attention_weights",
+    "wbwd": "_attention_weights_backward",
     "jvp": "_attention_jvp",
     "bwd2": "_attention_backward_backward",
     "sdpa": "ScaledDotProductAttention",
@@ -43,54 +44,54 @@ COLUMNS = {
 }
 
 TABLE = """
-door                             op   lse  wts  why     fwd  bwd  jvp  bwd2    sdpa self mha  cache
----------------------------------------------------------------------------------------------------
+door                             op   lse  wts  why     fwd  bwd  wfwd wbwd jvp  bwd2    sdpa self mha  cache
+-------------------------------------------------------------------------------------------------------------
 torch.func
-  grad                           x    x    x    .       .    .    .    .       .    .    .    .
-  vjp                            x    x    x    .       .    .    .    .       .    .    .    .
-  jvp                            x    x    x    .       .    .    .    .       .    .    .    .
-  jacfwd                         x    x    x    .       .    .    .    .       .    .    .    .
-  jacrev                         x    x    x    .       .    .    .    .       .    .    .    .
-  hessian                        x    x    x    .       .    .    .    .       .    .    .    .
-  hessian_vector_product         x    x    x    .       .    .    .    .       .    .    .    .
-  vmap                           x    x    x    .       x    x    x    x       .    .    .    .
-  vmap_of_vmap                   x    x    x    .       x    x    x    x       .    .    .    .
-  vmap_of_grad                   x    x    x    .       .    .    .    .       x    x    x    .
-  grad_of_vmap                   x    x    x    .       .    .    .    .       .    .    .    .
-  vmap_of_grad_of_vmap           x    x    x    .       .    .    .    .       .    .    .    .
-  vmap_randomness_error          x    x    .    .       .    .    .    .       .    .    .    .
-  vmap_randomness_same           x    x    .    .       .    .    .    .       .    .    .    .
-  vmap_randomness_different      x    x    .    .       .    .    .    .       .    .    .    .
+  grad                           x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  vjp                            x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  jvp                            x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  jacfwd                         x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  jacrev                         x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  hessian                        x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  hessian_vector_product         x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  vmap                           x    x    x    .       x    x    x    x    x    x       .    .    .    .
+  vmap_of_vmap                   x    x    x    .       x    x    x    x    x    x       .    .    .    .
+  vmap_of_grad                   x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  grad_of_vmap                   x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  vmap_of_grad_of_vmap           x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  vmap_randomness_error          x    x    .    .       .    .    .    .    .    .       .    .    .    .
+  vmap_randomness_same           x    x    .    .       .    .    .    .    .    .       .    .    .    .
+  vmap_randomness_different      x    x    .    .       .    .    .    .    .    .       .    .    .    .
 graphs
-  opcheck                        x    x    x    .       x    x    x    x       .    .    .    .
-  compile_aot_eager              x    x    x    .       .    .    .    .       x    x    x    .
-  compile_inductor               x    x    x    .       .    .    .    .       x    x    x    .
-  compile_draws_dropout_anew     x    x    .    .       .    .    .    .       .    .    .    .
-  compiled_double_backward       -    -    -    .       .    .    .    .       .    .    .    .
-  compiled_autograd              x    x    .    .       .    .    .    .       x    x    x    .
-  dynamic_shapes                 x    x    x    .       .    .    .    .       x    x    x    .
-  sizes_of_data                  x    x    .    .       .    .    .    .       .    .    .    .
-  symbolic_window_and_offset     x    x    x    .       .    .    .    .       .    .    .    .
-  export                         x    x    x    .       .    .    .    .       x    x    x    .
-  aotinductor_in_cpp             x    x    .    .       .    .    .    .       .    .    .    .
-  torchscript                    x    x    x    x       .    .    .    .       x    x    x    x
-  torchscript_draws_dropout_anew x    x    .    .       .    .    .    .       .    .    .    .
-  torchscript_in_cpp             x    .    .    .       .    .    .    .       .    .    .    .
+  opcheck                        x    x    x    .       x    x    x    x    x    x       .    .    .    .
+  compile_aot_eager              x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  compile_inductor               x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  compile_draws_dropout_anew     x    x    .    .       .    .    .    .    .    .       .    .    .    .
+  compiled_double_backward       -    -    -    .       .    .    .    .    .    .       .    .    .    .
+  compiled_autograd              x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  dynamic_shapes                 x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  sizes_of_data                  x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  symbolic_window_and_offset     x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  export                         x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  aotinductor_in_cpp             x    x    x    .       .    .    .    .    .    .       .    .    .    .
+  torchscript                    x    x    x    x       .    .    .    .    .    .       x    x    x    x
+  torchscript_draws_dropout_anew x    x    .    .       .    .    .    .    .    .       .    .    .    .
+  torchscript_in_cpp             x    .    .    .       .    .    .    .    .    .       .    .    .    .
 modes
-  autocast_cpu                   x    x    x    x       .    .    .    .       x    x    x    .
-  autocast_cuda                  x    x    x    x       .    .    .    .       .    .    .    .
-  checkpoint                     x    x    .    .       .    .    .    .       x    x    x    .
-  checkpoint_reentrant           x    x    .    .       .    .    .    .       x    x    x    .
-  inference_mode                 x    x    x    .       .    .    .    .       x    x    x    x
+  autocast_cpu                   x    x    x    x       .    .    .    .    .    .       x    x    x    .
+  autocast_cuda                  x    x    x    x       .    .    .    .    .    .       .    .    .    .
+  checkpoint                     x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  checkpoint_reentrant           x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  inference_mode                 x    x    x    .       .    .    .    .    .    .       x    x    x    x
 copies
-  deepcopy                       .    .    .    .       .    .    .    .       x    x    x    x
-  pickled                        .    .    .    .       .    .    .    .       x    x    x    x
-  saved                          .    .    .    .       .    .    .    .       x    x    x    x
+  deepcopy                       .    .    .    .       .    .    .    .    .    .       x    x    x    x
+  pickled                        .    .    .    .       .    .    .    .    .    .       x    x    x    x
+  saved                          .    .    .    .       .    .    .    .    .    .       x    x    x    x
 several at once
-  python_threads                 x    x    x    .       .    .    .    .       x    x    x    .
-  threads_in_cpp                 .    x    .    .       .    .    .    .       .    .    x    .
-  fork                           x    x    x    .       .    .    .    .       x    x    x    .
-  spawn                          x    x    x    .       .    .    .    .       x    x    x    .
+  python_threads                 x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  threads_in_cpp                 .    x    .    .       .    .    .    .    .    .       .    .    x    .
+  fork                           x    x    x    .       .    .    .    .    .    .       x    x    x    .
+  spawn                          x    x    x    .       .    .    .    .    .    .       x    x    x    .
 """  # - : PyTorch itself refuses, and says so
 
 

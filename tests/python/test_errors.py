@@ -363,6 +363,11 @@ def internal_arguments(op: str) -> list:
     operands += [0.3, 1.5, 0.1, [-1, 3, 2]]
     if op == "_attention_forward":
         return operands
+    if "weights" in op:  # of values without columns, without dropout
+        operands[2], operands[7], operands[10] = v[..., :0], None, 0.0
+        weights, *of_rows = torch.ops.qkv._attention_weights(*operands)
+        backward = [torch.randn_like(weights), *of_rows, [True] * 6]
+        return operands if op == "_attention_weights" else operands + backward
     results = list(torch.ops.qkv._attention_forward(*operands))
     tangents = [torch.randn_like(x) for x in operands[:6]]
     if op == "_attention_jvp":
@@ -376,6 +381,8 @@ def internal_arguments(op: str) -> list:
 INTERNAL = [
     "_attention_forward",
     "_attention_backward",
+    "_attention_weights",
+    "_attention_weights_backward",
     "_attention_jvp",
     "_attention_backward_backward",
 ]
@@ -431,10 +438,14 @@ def fits(op: str, arguments: list) -> bool:
 @pytest.mark.parametrize("device", ["cpu", "meta"] + ["cuda"] * torch.cuda.is_available())
 @pytest.mark.parametrize("op", INTERNAL)
 def test_internal_operators(op, device):
+    if device == "cuda" and "weights" in op:
+        pytest.skip("on a GPU weights are formulas")
     right = internal_arguments(op)
     right = [x.to(device) if isinstance(x, Tensor) else x for x in right]
     assert fits(op, right)
     for position, argument in enumerate(right):
+        if argument is None:
+            continue
         kind = Tensor if isinstance(argument, Tensor) else type(argument)
         may_be_right = {"nan"} if position < 3 else set(MAY_BE_RIGHT[kind])
         if op == "_attention_forward" and position == 2:
@@ -448,7 +459,7 @@ def test_internal_operators(op, device):
                 continue  # output_rest has no columns
             assert not fits(op, arguments) or name in may_be_right, f"argument {position} {name}"
     # Gradients of what is not there.
-    if op in ("_attention_backward", "_attention_backward_backward"):
+    if "_backward" in op:
         for position in (3, 4, 5):
             arguments = list(right)
             arguments[position] = None
@@ -456,7 +467,7 @@ def test_internal_operators(op, device):
         arguments = list(right)
         arguments[3] = torch.ones(5, 7, dtype=torch.bool, device=device)
         assert not fits(op, arguments)
-    # Dropout without a seed.
+    # Dropout without a seed; of weights there is none at all.
     arguments = list(right)
-    arguments[7] = None
+    arguments[7], arguments[10] = None, 0.1
     assert not fits(op, arguments)

@@ -17,13 +17,13 @@ import qkv
 NAN, INF = float("nan"), float("inf")
 
 
-def problem(rng):
+def poison_problem(rng):
     kv_heads, group = rng.choice([1, 2]), rng.choice([1, 1, 2, 3])
     batch, heads = rng.choice([1, 2]), kv_heads * group
     # Few rows, a tile and more; one range of keys and several.
     m, n = rng.choice([1, 2, 4, 5, 17, 50]), rng.choice([1, 2, 7, 31, 97, 200, 2100])
     if batch * heads * m * n > 100_000:
-        return problem(rng)
+        return poison_problem(rng)
     d, dv = rng.choice([1, 3, 18]), rng.choice([1, 3, 16])  # even: products in bfloat16
     dtype = rng.choice([torch.float64, torch.float32, torch.bfloat16])
     kwargs = {"enable_gqa": True, "is_causal": rng.random() < 0.4}
@@ -98,7 +98,7 @@ def run(query, key, value, grad, kwargs):
 def test_poison_reaches_only_who_keeps_it(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    query, key, value, grad, kwargs = problem(rng)
+    query, key, value, grad, kwargs = poison_problem(rng)
     keep = kept_pairs(query, key, kwargs)
     (batch, heads, m, _), (kv_heads, n) = query.shape, key.shape[1:3]
     group = heads // kv_heads
@@ -168,7 +168,7 @@ def test_poison_in_second_order(seed):
     """In the problem and in the directions that it is differentiated along."""
     rng = random.Random(1000 + seed)
     torch.manual_seed(seed)
-    query, key, value, grad, kwargs = problem(rng)
+    query, key, value, grad, kwargs = poison_problem(rng)
     keep = kept_pairs(query, key, kwargs)
     (batch, heads, m, _), (kv_heads, n) = query.shape, key.shape[1:3]
     group = heads // kv_heads

@@ -192,9 +192,12 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     }
     if (rows.count() == 0) return;
     // While vectors work on a square, the next one is multiplied.
-    multiply_square(square, static_cast<int>(rows[0]));
+    const auto multiply = [&](int64_t i) __attribute__((always_inline)) {
+      multiply_square(square, first_key + offset, count, static_cast<int>(rows[i]));
+    };
+    multiply(0);
     for (int64_t i = 0; i < rows.count(); ++i) {
-      if (i + 1 < rows.count()) multiply_square(square, static_cast<int>(rows[i + 1]));
+      if (i + 1 < rows.count()) multiply(i + 1);
       const int g = static_cast<int>(rows[i]);
       split_square(first_key, offset, count, g, is_partial[g]);
     }
@@ -212,8 +215,8 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     if (keeps_) add_non_finite(first_key + offset, offset, count, poisoned);
   }
 
-  /// S and dP.
-  void multiply_square(int64_t square, int g) const {
+  /// S and dP of `count` keys from first_key on, which are in `square`.
+  void multiply_square(int64_t square, int64_t first_key, int count, int g) const {
     const auto multiply = [&](const BFloat16* keys, const BFloat16* rows, int64_t depths, float* to)
         __attribute__((always_inline)) {
       multiply_tiles<2, 2, false, InParts::kNone>(
@@ -222,7 +225,11 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
           {to + g * kSquare, kRows, kTileRows * kRows, kTileRows});
     };
     multiply(m_.key_lines, m_.query_columns, depths_, m_.scores);
-    multiply(m_.value_lines, m_.grad_out_columns, value_depths_, m_.grads);
+    if (params.grad_weights.data != nullptr) {
+      load_grad_weights<2>(first_key, count, 2 * g, m_.grads + g * kSquare);
+    } else {
+      multiply(m_.value_lines, m_.grad_out_columns, value_depths_, m_.grads);
+    }
   }
 
   /// S and dP of a square become P and dS, in parts.

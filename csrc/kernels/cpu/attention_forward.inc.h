@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cpu/attention_weights.inc.h"
 #include "kernels/cpu/few_rows.inc.h"
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/isa.h"
@@ -357,11 +358,19 @@ constexpr ForwardKernels<typename Products::Real> make_forward_kernels(
     const BackwardKernels<typename Products::Real>* few_rows_backward) {
   using T = typename Products::Real;
   return {
-      forward_tiles_in_turn<Products, T>,     forward_units<Products, T>,
-      forward_scratch_bytes<Products, T>,     forward_partial_size<Products, T>,
-      forward_prepared_bytes<Products, T>,    prepare_forward<Products, T>,
-      attention_forward<Products, T>,         merge_forward<Products, T>,
-      has_scores_of_derivatives<Products, T>, few_rows_backward,
+      forward_tiles_in_turn<Products, T>,
+      forward_units<Products, T>,
+      forward_scratch_bytes<Products, T>,
+      forward_partial_size<Products, T>,
+      forward_prepared_bytes<Products, T>,
+      prepare_forward<Products, T>,
+      attention_forward<Products, T>,
+      merge_forward<Products, T>,
+      weights_units<Products, T>,
+      weights_scratch_bytes<Products, T>,
+      attention_weights<Products, T>,
+      has_scores_of_derivatives<Products, T>,
+      few_rows_backward,
   };
 }
 

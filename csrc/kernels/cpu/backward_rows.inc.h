@@ -74,6 +74,24 @@ struct BackwardRows {
     return state;
   }
 
+  /// In the place of dP, what came for the weights: of `keys` keys and kCount vectors of rows.
+  template <int kCount>
+  QKV_ONE_COPY void load_grad_weights(int64_t first_key, int keys, int first_vector,
+                                      T* grads) const {
+    with_stored<T>(p.key_value_storage, [&](auto stored) {
+      using Stored = decltype(stored);
+      const auto rows = tile.template stored_rows_in<Stored>(params.grad_weights);
+      for (int v = 0; v < kCount; ++v) {
+        const Stored* from[S::kWidth];
+        for (int l = 0; l < S::kWidth; ++l) {
+          const int r = (first_vector + v) * S::kWidth + l;
+          from[l] = r < tile.rows ? rows[r] + first_key : nullptr;
+        }
+        transpose_rows<T, Stored>(from, keys, T(1), grads + v * S::kWidth, kRows);
+      }
+    });
+  }
+
   /// kCount vectors of rows from first_vector on and `keys` keys, `offset` after the first of those
   /// whose pairs were loaded, first_key. scores: S -> R ∘ P, grads: V dOᵀ -> dS; caps takes the
   /// derivative of the softcap.

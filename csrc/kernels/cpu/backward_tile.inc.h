@@ -178,9 +178,14 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     multiply_block<kCount, /*kScaled=*/!Scores::kScales>(
         count, Scores::depth(p.head_dim), of_key.from(range.begin), query_t + first_row, kRows,
         p.scale, p_tile + first, ahead);
-    multiply_block<kCount, /*kScaled=*/false>(count, Scores::depth(p.value_dim),
-                                              of_value.from(range.begin), grad_out_t + first_row,
-                                              kRows, T(1), ds_tile + first, ahead);
+    if (params.grad_weights.data != nullptr) {
+      Base::template load_grad_weights<kCount>(first_key + range.begin, count, first_vector,
+                                               ds_tile + first);
+    } else {
+      multiply_block<kCount, /*kScaled=*/false>(count, Scores::depth(p.value_dim),
+                                                of_value.from(range.begin), grad_out_t + first_row,
+                                                kRows, T(1), ds_tile + first, ahead);
+    }
     Base::template softmax_backward<kCount>(first_key, static_cast<int>(range.begin), count,
                                             first_vector, partial, p_tile + first, ds_tile + first,
                                             cap_tile + first);

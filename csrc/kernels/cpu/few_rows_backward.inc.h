@@ -241,9 +241,13 @@ class FewRowsBackward {
     Products::template scores<kRows>(
         count, p_.head_dim, keys, p_.key.row_stride, memory_.query, p_.scale, memory_.scores,
         next_rows<T>(work_.tile, p_.value, p_.key_value_storage, block, p_.value_dim));
-    Products::template scores<kRows>(
-        count, p_.value_dim, values, p_.value.row_stride, memory_.grad_out, T(1), memory_.grads,
-        next_rows<T>(work_.tile, p_.key, p_.key_value_storage, next, p_.head_dim));
+    if (params_.grad_weights.data != nullptr) {
+      load_grad_weights(block.begin, count);
+    } else {
+      Products::template scores<kRows>(
+          count, p_.value_dim, values, p_.value.row_stride, memory_.grad_out, T(1), memory_.grads,
+          next_rows<T>(work_.tile, p_.key, p_.key_value_storage, next, p_.head_dim));
+    }
     weigh_few_rows<kRows>(work_, block.begin, count, state, memory_.scores, memory_.grads,
                           memory_.in_lanes,
                           params_.slope_gradient_of_rows != nullptr ? slope_gradient_ : nullptr);
@@ -267,6 +271,16 @@ class FewRowsBackward {
     } else {
       Products::template add_values<kRows>(count, p_.head_dim, keys, p_.key.row_stride,
                                            memory_.grads, memory_.grad_query, key_row_, NextRows{});
+    }
+  }
+
+  /// In the place of dP, what came for the weights.
+  QKV_ONE_COPY void load_grad_weights(int64_t first_key, int count) {
+    if (work_.tile.rows < kRows) set_to_zero(memory_.grads, count * kRows);
+    const auto rows = work_.tile.template stored_rows_in<Stored>(params_.grad_weights);
+    for (int r = 0; r < work_.tile.rows; ++r) {
+      const Stored* const from = rows[r] + first_key;
+      for (int k = 0; k < count; ++k) memory_.grads[k * kRows + r] = static_cast<T>(from[k]);
     }
   }
 

@@ -10,6 +10,16 @@ namespace qkv::kernels {
 template <class T>
 struct BackwardKernels;
 
+/// A forward whose values have no columns and whose `out`, (B, Hq, M, N), takes the weights.
+template <class T>
+struct WeightsParams {
+  ForwardParams<T> forward;
+  // Or, of each row, <grad, weights> goes to dots, (B, Hq, M), dense: where grad.data != nullptr,
+  // stored as the operands. There is no lse then.
+  Operand<const T> grad;
+  T* dots;
+};
+
 /// Kernels work on numbered units, any of which may run on any thread, each with its own scratch.
 template <class T>
 struct ForwardKernels {
@@ -21,6 +31,11 @@ struct ForwardKernels {
   void (*prepare_forward)(const ForwardParams<T>&, int64_t head);
   void (*forward)(const ForwardParams<T>&, int64_t in_turn, int64_t unit, void* scratch);
   void (*merge_forward)(const ForwardParams<T>&, int64_t head);
+
+  // After prepare_forward with one tile in turn.
+  int64_t (*weights_units)(const Problem<T>&);
+  int64_t (*weights_scratch_bytes)(const Problem<T>&);
+  void (*weights)(const WeightsParams<T>&, int64_t unit, void* scratch);
 
   /// Whether lse comes from the scores that derivatives with the same products compute, to the bit.
   bool (*has_scores_of_derivatives)(const Problem<T>&);

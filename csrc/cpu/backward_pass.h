@@ -1,0 +1,93 @@
+#pragma once
+
+#include "cpu/forward_pass.h"
+#include "cpu/gradients.h"
+
+namespace qkv::cpu {
+
+/// The gradients of alibi_slopes and sinks, per head by a kernel.
+template <class T>
+void run_heads(const kernels::BackwardParams<T>& backward, const Operands& x,
+               const Gradients& grads, const Needs& needs) {
+  const int64_t heads = backward.problem.batch * backward.problem.query_heads;
+  std::vector<double> slopes(needs[4] ? heads : 0), sinks(needs[5] ? heads : 0);
+  kernels::HeadGradientParams<T> params{backward, needs[4] ? slopes.data() : nullptr,
+                                        needs[5] ? sinks.data() : nullptr};
+  const auto& kernels = kernels_for(backward.problem);
+  for_each_unit(heads, 0, [&](int64_t unit, void*) { kernels.head_gradient(params, unit); });
+  if (needs[4]) sum_over_batch(slopes, x, grads[4]);
+  if (needs[5]) sum_over_batch(sinks, x, grads[5]);
+}
+
+/// Of `count` numbers of T, nullptr if that is 0.
+template <class T>
+c10::DataPtr memory_of(int64_t count) {
+  if (count == 0) return {};
+  return c10::GetCPUAllocator()->allocate(count * sizeof(T));
+}
+
+/// The backward of all heads: parallel loops over splits of the keys, to sum their parts of
+/// grad_query, for the mask's gradient and for what heads have one number of. `backward` has what
+/// tensors tell; `grads` are written.
+template <class T>
+void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const Gradients& grads,
+                   const Needs& needs) {
+  const auto& kernels = kernels_for(backward.problem);
+  const kernels::BackwardKernels<T>* of_few_rows = few_rows_backward_for(backward.problem);
+  const kernels::BackwardKernels<T>& of_splits =
+      of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(backward.problem);
+  backward.splits = number_of_splits(backward.problem.keys, 256);
+  // Where a unit is one split, each split packs the rows: longer ones do so less often.
+  if (of_splits.most_splits_of_unit(backward) == 1) {
+    backward.splits = number_of_splits(backward.problem.keys, 512);
+  }
+  const int64_t rows = backward.problem.batch * backward.problem.query_heads * backward.problem.queries;
+  const auto slope_gradient = memory_of<T>(needs[4] ? backward.splits * rows : 0);
+  backward.slope_gradient_of_rows = static_cast<T*>(slope_gradient.get());
+  const bool sums_rows = needs[3] && of_few_rows != nullptr;
+  const auto score_gradient = memory_of<T>(sums_rows ? rows * backward.problem.keys : 0);
+  backward.score_gradient_of_rows = static_cast<T*>(score_gradient.get());
+
+  const bool in_16_bits = &of_splits != &kernels;
+  const T* const lse_of_forward = backward.lse;
+  const T* const rest_of_forward = backward.lse_rest;
+  std::optional<LseOfDerivatives<T>> lse;
+  if (of_few_rows == nullptr) {
+    lse.emplace(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
+    lse->set_lse(backward);
+  }
+  const kernels::BackwardParams<T> for_mask = backward;
+  const kernels::Problem<T>& p = backward.problem;
+  const int64_t most = of_splits.most_splits_of_unit(backward);
+  if (needs[3]) {
+    // The more units, the more threads can add to the mask's gradient; but each packs the rows.
+    const bool are_short = p.keys < 512 * backward.splits;
+    const bool in_pairs =
+        are_short && splits_may_add_to_mask(backward, Split::kKeys, pieces(backward.splits, 2));
+    backward.splits_of_unit = in_pairs ? std::min<int64_t>(most, 2) : 1;
+  } else {
+    backward.splits_of_unit =
+        best_splits_of_unit(most, backward.splits, p.batch * p.kv_heads, sees_all(p.band));
+  }
+  Workspace workspace;
+  SplitPass<T, kernels::BackwardParams<T>> splits{};
+  splits.what = Split::kKeys;
+  splits.units = pieces(backward.splits, backward.splits_of_unit);
+  splits.scratch_bytes = of_splits.backward_scratch_bytes(backward);
+  splits.run = of_splits.backward;
+  splits.needed = needs[0] || needs[1] || needs[2] || needs[4] || sums_rows;
+  splits.add_to_mask = !sums_rows;
+  splits.sums = splits.units > 1 && needs[0];
+  splits.partial = [](kernels::BackwardParams<T>& x) -> T*& { return x.partial_grad_query; };
+  splits.partial_size = of_splits.partial_grad_query_size(backward);
+  splits.sum_units = of_splits.backward_row_tiles(backward.problem);
+  splits.sum = of_splits.sum_grad_query;
+  run_gradients<T, kernels::BackwardParams<T>>(
+      backward, backward, splits,
+      {kernels.mask_gradient_units, of_splits.mask_gradient_scratch_bytes(backward),
+       [&](int64_t unit, void* scratch) { of_splits.mask_gradient(for_mask, unit, scratch); }},
+      workspace);
+  if (needs[4] || needs[5]) run_heads(backward, x, grads, needs);
+}
+
+}  // namespace qkv::cpu
