@@ -57,17 +57,19 @@ std::tuple<Tensor, Tensor> attention_with_lse_composite(const Arguments& argumen
 
 /// A kernel on a CPU. Elsewhere the reference: the result is M x N numbers itself, so that takes no
 /// more memory than it must.
-Tensor weights_of(Operands x) {
+Tensor weights_of(const char* op, Operands x) {
   if (!x.query.is_cpu()) return reference::softmax(x).weights.to(x.query.scalar_type());
   auto no_columns = x.key.sym_sizes().vec();
   no_columns.back() = 0;
   x.value = at::empty_symint(no_columns, x.query.options());
+  check_batch_dimensions(op, x);
   return std::get<0>(attention_weights_op()(x));
 }
 
 Tensor attention_weights_composite(const Arguments& arguments) {
-  const Call call = checked_call("qkv::attention_weights", arguments);
-  return call.restore_rank(weights_of(call.operands));
+  const char* op = "qkv::attention_weights";
+  const Call call = checked_call(op, arguments);
+  return call.restore_rank(weights_of(op, call.operands));
 }
 
 std::string explain_composite(const Arguments& arguments) {

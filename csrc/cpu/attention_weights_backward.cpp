@@ -57,8 +57,10 @@ TensorTuple<6> attention_weights_backward(const Operands& operands, const Tensor
   Gradients grads = rows_of(results);
   // A sum over heads is rounded once.
   if (needs[3]) grads[3] = sums_of_mask(results[3], real);
-  const auto run = real == at::kDouble ? &run_weights_backward<double> : &run_weights_backward<float>;
-  run(x, grad_weights.contiguous(), lse.contiguous(), lse_rest.contiguous(), grads, needs);
+  const bool is_double = real == at::kDouble;
+  const auto run = is_double ? &run_weights_backward<double> : &run_weights_backward<float>;
+  const Tensor incoming = in_rows(merging_as(operands.query, grad_weights));
+  run(x, incoming, lse.contiguous(), lse_rest.contiguous(), grads, needs);
   put(grads, results);
   return std::tuple_cat(results);
 }

@@ -41,7 +41,8 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
   if (of_splits.most_splits_of_unit(backward) == 1) {
     backward.splits = number_of_splits(backward.problem.keys, 512);
   }
-  const int64_t rows = backward.problem.batch * backward.problem.query_heads * backward.problem.queries;
+  const kernels::Problem<T>& p = backward.problem;
+  const int64_t rows = p.batch * p.query_heads * p.queries;
   const auto slope_gradient = memory_of<T>(needs[4] ? backward.splits * rows : 0);
   backward.slope_gradient_of_rows = static_cast<T*>(slope_gradient.get());
   const bool sums_rows = needs[3] && of_few_rows != nullptr;
@@ -57,7 +58,6 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
     lse->set_lse(backward);
   }
   const kernels::BackwardParams<T> for_mask = backward;
-  const kernels::Problem<T>& p = backward.problem;
   const int64_t most = of_splits.most_splits_of_unit(backward);
   if (needs[3]) {
     // The more units, the more threads can add to the mask's gradient; but each packs the rows.

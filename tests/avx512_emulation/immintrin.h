@@ -24,6 +24,7 @@
 #undef _mm512_cmpeq_epi16_mask
 #undef _mm512_cmpge_epu32_mask
 #undef _mm512_cvtps_ph
+#undef _mm512_extractf32x8_ps
 #undef _mm512_mask_blend_epi16
 #undef _mm512_reduce_ps
 #undef _mm512_shuffle_i32x4
@@ -176,6 +177,16 @@ auto sum_of_lanes(Vector x) {
     for (int l = 0; l < step; ++l) x[l] += x[l + step];
   }
   return x[0];
+}
+inline __m256 _mm512_castps512_ps256(__m512 x) {
+  __m256 parts[2];
+  _mm512_storeu_ps(parts, x);
+  return parts[0];
+}
+inline __m256 _mm512_extractf32x8_ps(__m512 x, int part) {
+  __m256 parts[2];
+  _mm512_storeu_ps(parts, x);
+  return parts[part];
 }
 inline float _mm512_reduce_add_ps(__m512 x) { return sum_of_lanes((FloatLanes)x); }
 inline double _mm512_reduce_add_pd(__m512d x) { return sum_of_lanes((DoubleLanes)x); }

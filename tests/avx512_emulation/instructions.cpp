@@ -102,6 +102,12 @@ void numbers() {
   check("rcp14_ps", __builtin_fabsf(3 * of_three[0] - 1) < 0x1p-14f);
   check("reduce_add_ps",
         _mm512_reduce_add_ps(floats({0x1p24f, 1, 1, 1, 1, 1, 1, 1, -0x1p24f})) == 7);
+  float of_eight[8];
+  const auto counted = floats({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
+  _mm256_storeu_ps(of_eight, _mm512_extractf32x8_ps(counted, 1));
+  check("extractf32x8_ps", of_eight[0] == 8 && of_eight[7] == 15);
+  _mm256_storeu_ps(of_eight, _mm512_castps512_ps256(counted));
+  check("castps512_ps256", of_eight[0] == 0 && of_eight[7] == 7);
 
   check("reduce_ps",
         _mm512_reduce_ps(floats({2.75f, -2.75f}), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC),

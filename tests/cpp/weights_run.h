@@ -81,8 +81,7 @@ class WeightsRun {
       for (int64_t j = 0; j < s_.keys; ++j) {
         take(worst.weights, p[j], weights_[row * s_.keys + j], rounding);
         if (p[j] == 0.0) continue;
-        const double ds =
-            p[j] * (grad[row * s_.keys + j] - dot) * slope[j] * double(T(s_.scale));
+        const double ds = p[j] * (grad[row * s_.keys + j] - dot) * slope[j] * double(T(s_.scale));
         for (int64_t d = 0; d < s_.head_dim; ++d) {
           dq[row * s_.head_dim + d] += ds * k[(first_key + j) * s_.head_dim + d];
           dk[(first_key + j) * s_.head_dim + d] += ds * q[row * s_.head_dim + d];
@@ -101,7 +100,9 @@ class WeightsRun {
   class Rows {
    public:
     Rows(const WeightsRun& run, int64_t size)
-        : is_half_(run.in_bfloat16_), size_(size), memory_(memory(size * (is_half_ ? 2 : sizeof(T)))) {}
+        : is_half_(run.in_bfloat16_),
+          size_(size),
+          memory_(memory(size * (is_half_ ? 2 : sizeof(T)))) {}
     T* data() const { return static_cast<T*>(memory_.get()); }
 
     std::vector<T> numbers() const {
@@ -190,13 +191,13 @@ class WeightsRun {
     b.lse = lse_.data();
     b.lse_rest = lse_rest_.data();
     b.splits = splits;
-    Rows dq(*this, s_.heads * s_.queries * s_.head_dim), dk(*this, s_.kv_heads * s_.keys * s_.head_dim);
+    Rows dq(*this, s_.heads * s_.queries * s_.head_dim),
+        dk(*this, s_.kv_heads * s_.keys * s_.head_dim);
     b.grad_query = operand<T>(dq.data(), s_.queries, s_.head_dim);
     b.grad_key = operand<T>(dk.data(), s_.keys, s_.head_dim);
     const BackwardKernels<T>& kernels =
         forward.has_scores_of_derivatives(b.problem) ? of_tiles : *forward.few_rows_backward;
-    const auto partial =
-        memory(s_.kv_heads * kernels.partial_grad_query_size(b) * sizeof(T));
+    const auto partial = memory(s_.kv_heads * kernels.partial_grad_query_size(b) * sizeof(T));
     b.partial_grad_query = static_cast<T*>(partial.get());
     const auto scratch = memory(kernels.backward_scratch_bytes(b));
     for (int64_t unit = 0; unit < s_.kv_heads * splits; ++unit) {
@@ -212,8 +213,8 @@ class WeightsRun {
 
   Shape s_;
   bool in_bfloat16_;
-  Rows q_{*this, s_.heads * s_.queries * s_.head_dim}, k_{*this, s_.kv_heads * s_.keys * s_.head_dim},
-      grad_{*this, s_.heads * s_.queries * s_.keys};
+  Rows q_{*this, s_.heads*s_.queries*s_.head_dim}, k_{*this, s_.kv_heads*s_.keys*s_.head_dim},
+      grad_{*this, s_.heads*s_.queries*s_.keys};
   std::vector<T> slopes_ = std::vector<T>(s_.heads), sinks_ = slopes_;
   std::vector<T> lse_ = std::vector<T>(s_.heads * s_.queries), lse_rest_ = lse_, dots_ = lse_;
   std::vector<T> weights_, dq_, dk_;

@@ -72,11 +72,18 @@ def test_random_samples():
     check()
 
 
+def is_mask(x):
+    return isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_poison_reaches_only_who_keeps_it(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     query, key, _, _, kwargs = poison_problem(rng)
+    if query.dtype == torch.bfloat16 and rng.random() < 0.5:
+        query, key = query.half(), copied(key).half()
+        kwargs |= {n: x.half() for n, x in kwargs.items() if x is not None and is_mask(x)}
     keep = kept_pairs(query, key, kwargs)
     (batch, heads, m, _), (kv_heads, n) = query.shape, key.shape[1:3]
     group = heads // kv_heads
@@ -93,7 +100,10 @@ def test_poison_reaches_only_who_keeps_it(seed):
     def run(query, key, grad):
         leaves = [copied(x).requires_grad_() for x in (query, key)]
         weights = qkv.attention_weights(*leaves, **kwargs)
-        return weights.detach(), *torch.autograd.grad(weights, leaves, grad)
+        grads = torch.autograd.grad(weights, leaves, grad, create_graph=graph)
+        return weights.detach(), *(x.detach() for x in grads)
+
+    graph = rng.random() < 0.3
 
     weights, dq, dk = run(query, key, grad)
     p_weights, p_dq, p_dk = run(bad_query, bad_key, bad_grad)
@@ -131,7 +141,7 @@ def test_what_becomes_of_the_weights_is_their_callers_business(rows, dtype):
 @pytest.mark.parametrize("rows", [1, 4, 70])
 @pytest.mark.parametrize("mask", [None, "bool", "float", "float32"])
 def test_second_order_and_forward_mode(rows, mask, monkeypatch):
-    """None of which is called unfused: M x N numbers are what the caller asked for."""
+    """Nothing is said of second order's formulas: M x N numbers are what the caller asked for."""
     monkeypatch.setenv("QKV_STRICT", "1")
     dtype = torch.float32 if mask == "float32" else torch.float64
     query, key = torch.randn(2, 4, rows, 8).to(dtype), torch.randn(2, 2, 130, 8).to(dtype)
@@ -166,6 +176,21 @@ def test_second_order_and_forward_mode(rows, mask, monkeypatch):
     for f, e in zip(found, expected, strict=True):
         tolerance = 1e-4 if dtype == torch.float32 else 1e-9
         torch.testing.assert_close(f, e.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 40])
+def test_gradients_do_not_depend_on_what_may_follow(rows, dtype):
+    """Whether there is a graph of them or not, here or under torch.func, they have the same bits."""
+    query, key = torch.randn(2, 3, rows, 8).to(dtype), torch.randn(2, 3, 150, 8).to(dtype) + 3
+    mask, grad = torch.randn(3, 1, 150).to(dtype), torch.randn(2, 3, rows, 150).to(dtype)
+    leaves = [x.requires_grad_() for x in (query, key, mask)]
+    expected = torch.autograd.grad(qkv.attention_weights(*leaves), leaves, grad)
+    found = torch.autograd.grad(qkv.attention_weights(*leaves), leaves, grad, create_graph=True)
+    leaves = tuple(x.detach() for x in leaves)
+    by_func = torch.func.vjp(qkv.attention_weights, *leaves)[1](grad)
+    for f, g, e in zip(found, by_func, expected, strict=True):
+        assert f.requires_grad and torch.equal(f, e) and torch.equal(g, e)
 
 
 @DTYPES

@@ -86,11 +86,12 @@ inline typename Simd<T>::Number fold_lanes(typename Simd<T>::Number x, F f) {
 
 /// The maxima of scores[key][kRows], -inf after the last up to a whole vector.
 template <class T, int kRows>
-inline typename Simd<T>::Number max_of_scores(int keys, T* scores) {
+inline typename Simd<T>::Number max_of_scores(int64_t keys, T* scores) {
   using S = Simd<T>;
-  for (int x = keys * kRows; x % S::kWidth != 0; ++x) scores[x] = -static_cast<T>(__builtin_inff());
+  for (int64_t x = keys * kRows; x % S::kWidth != 0; ++x)
+    scores[x] = -static_cast<T>(__builtin_inff());
   auto max = S::load(scores);
-  for (int x = S::kWidth; x < keys * kRows; x += S::kWidth) {
+  for (int64_t x = S::kWidth; x < keys * kRows; x += S::kWidth) {
     max = S::maximum(max, S::load(scores + x));
   }
   return fold_lanes<T, kRows>(max, [](T a, T b) { return a > b ? a : b; });
@@ -98,11 +99,11 @@ inline typename Simd<T>::Number max_of_scores(int keys, T* scores) {
 
 /// Weights where scores[key][kRows] were; returns their sums.
 template <class T, int kRows>
-inline typename Simd<T>::Number weigh(int keys, T* scores, typename Simd<T>::Number shift) {
+inline typename Simd<T>::Number weigh(int64_t keys, T* scores, typename Simd<T>::Number shift) {
   using S = Simd<T>;
   const auto of_lane = fold_lanes<T, kRows>(shift, [](T a, T) { return a; });
   auto sum = S::zero();
-  for (int x = 0; x < keys * kRows; x += S::kWidth) {
+  for (int64_t x = 0; x < keys * kRows; x += S::kWidth) {
     const auto weight = VectorMath<T>::exp(S::load(scores + x) - of_lane);
     sum = sum + weight;
     S::store(scores + x, weight);

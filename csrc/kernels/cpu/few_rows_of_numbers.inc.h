@@ -6,6 +6,11 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+template <class Stored>
+constexpr bool kIsBFloat16 = false;
+template <>
+constexpr bool kIsBFloat16<BFloat16> = true;
+
 /// The products of few_rows.inc.h, T a number as it is multiplied, Stored one of K and V.
 template <class T, class Stored>
 struct FewRowsOfNumbers {
@@ -42,7 +47,7 @@ struct FewRowsOfNumbers {
   template <int kRows>
   static QKV_ONE_COPY void scores(int keys, int64_t width, const Stored* key, int64_t key_row,
                                   const T* query, T /*scale*/, T* scores, const NextRows& next) {
-    constexpr int kKeys = kRows == 1 ? 1 : S::kWidth / kRows;
+    constexpr int kKeys = kRows == 1 ? kKeysOfOneRow : S::kWidth / kRows;
     const int64_t query_row = round_up_to_vector<T>(width);
     const int64_t whole = width / S::kWidth * S::kWidth;
     for (int first = 0; first < keys; first += kKeys, scores += kKeys * kRows) {
@@ -66,10 +71,12 @@ struct FewRowsOfNumbers {
       };
       for (int64_t d = 0; d < whole; d += S::kWidth) add(d, WholeVector{});
       if (whole < width) add(whole, StartOfVector{width - whole});
-      if constexpr (kRows == 1) {
+      if constexpr (kRows > 1) {
+        S::store(scores, sums_over_lanes<T>(sum));
+      } else if constexpr (kKeys == 1) {
         scores[0] = S::sum(sum[0]);
       } else {
-        S::store(scores, sums_over_lanes<T>(sum));
+        S::store_sum_of_quarters(scores, sums_in_quarters<T>(sum[0], sum[1], sum[2], sum[3]));
       }
     }
   }
@@ -122,6 +129,11 @@ struct FewRowsOfNumbers {
   }
 
  private:
+  /// Keys of one row that sums over lanes are taken of at a time. With four, memory is asked for
+  /// four rows at once, which AMD's processors take longer for; these have kernels of their own for
+  /// bfloat16.
+  static constexpr int kKeysOfOneRow = kIsBFloat16<Stored> && kHasFourQuads<T> ? 4 : 1;
+
   // A row is read, to be written as a whole, unless it is in a cache.
   static constexpr int kRowsAhead = 16;
 

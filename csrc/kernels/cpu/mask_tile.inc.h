@@ -51,6 +51,12 @@ struct MaskTile {
     return problem.attn_mask.type != MaskType::kNone && problem.attn_mask.type != MaskType::kBool;
   }
 
+  /// Whether pair (key k, row r) of what was loaded, with this result, is kept.
+  bool keeps(TileState state, int k, int r) const {
+    if (state != TileState::kPartial) return state == TileState::kFull;
+    return (bits[k / 8 * kRows + r] >> (k % 8) & 1) != 0;
+  }
+
   QKV_ONE_COPY TileState load(const Problem<T>& problem, const RowTile<kRows>& tile,
                               int64_t first_key, int keys) {
     const bool band_is_full =

@@ -77,6 +77,11 @@ struct Simd<float> {
                         _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
   static QKV_INLINE float sum(Number x) { return _mm512_reduce_add_ps(x); }
+  /// to[l] = the sum of numbers l of all quarters, for four l
+  static QKV_INLINE void store_sum_of_quarters(float* to, Number x) {
+    const __m256 half = _mm512_castps512_ps256(x) + _mm512_extractf32x8_ps(x, 1);
+    _mm_storeu_ps(to, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+  }
   /// A NaN in `b` stays, a NaN in `a` may be lost.
   static QKV_INLINE Number maximum(Number a, Number b) { return _mm512_max_ps(a, b); }
   static QKV_INLINE Number minimum(Number a, Number b) { return _mm512_min_ps(a, b); }

@@ -26,14 +26,12 @@ class WeightsOfFewRows {
       : params_(params),
         p_(params.forward.problem),
         tile_(tile),
-        seen_(keys_of_any(p_.band, tile.first_query(), tile.last_query(), p_.keys)),
+        seen_(keys_with_weights(p_, tile)),
         scores_(scratch),
         bias_between_(scores_ + (p_.keys + 2 * kFewRowsBlockKeys) * kRows),
         mask_{nullptr, bias_between_ + kFewRowsBlockKeys * kRows},
         query_(reinterpret_cast<Query*>(mask_.bias + kFewRowsBlockKeys * kLanes)) {
     mask_.bits = reinterpret_cast<uint8_t*>(query_ + Products::query_size(kRows, p_.head_dim));
-    seen_.begin = seen_.empty() ? 0 : first_of_eight(seen_.begin);
-    if (seen_.empty()) seen_.end = seen_.begin;
     alibi_.load(p_, tile);
     if (kRows > 1 && mask_.has_bias(p_)) set_to_zero(bias_between_, kFewRowsBlockKeys * kRows);
     const Stored* rows[kRows];
@@ -59,10 +57,10 @@ class WeightsOfFewRows {
     });
     OnlineSoftmax<Math> softmax;
     softmax.clear();
-    const int keys = static_cast<int>(seen_.end - seen_.begin);
+    const int64_t keys = seen_.end - seen_.begin;
     if (keys > 0) softmax.max = max_of_scores<T, kRows>(keys, scores_);
     softmax.sum = weigh<T, kRows>(keys, scores_, softmax.shift());
-    write_results(softmax);
+    write_results(WeighedRows<T, kLanes>(p_, tile_, &softmax));
   }
 
  private:
@@ -73,39 +71,24 @@ class WeightsOfFewRows {
   /// f(first key, keys, state of the mask, their scores)
   template <class F>
   void for_each_block(F f) {
-    for (int64_t n = seen_.begin; n < seen_.end; n += kFewRowsBlockKeys) {
-      const int64_t left = seen_.end - n;
-      const int keys = left < kFewRowsBlockKeys ? static_cast<int>(left) : kFewRowsBlockKeys;
+    for_each_block_of(seen_, kFewRowsBlockKeys, [&](int64_t n, int keys) {
       f(n, keys, mask_.load_few_rows(p_, tile_, n, keys, kFewRowsBlockKeys),
         scores_ + (n - seen_.begin) * kRows);
-    }
+    });
   }
 
-  /// Whether pair (key k, row r) of the block whose mask was loaded is kept.
-  bool is_kept(TileState state, int k, int r) const {
-    return state == TileState::kFull ||
-           (state == TileState::kPartial && (mask_.bits[k / 8 * kLanes + r] >> (k % 8) & 1) != 0);
-  }
-
-  void write_results(const OnlineSoftmax<Math>& softmax) {
-    alignas(64) T max[kLanes], sum[kLanes], normaliser[kLanes];
-    bool has_keys[kLanes];
-    S::store(max, softmax.max);
-    S::store(sum, softmax.sum);
-    S::store(normaliser, softmax.normaliser());
-    for (int r = 0; r < tile_.rows; ++r) has_keys[r] = sum[r] != T(0);
-    for (int r = 0; p_.sinks.data != nullptr && r < tile_.rows; ++r) {
-      normaliser[r] = add_sink(tile_.number_of_head(p_.sinks, r), max[r], sum[r]);
-    }
-    if (params_.grad.data != nullptr) return write_dots(normaliser);
-    write_logsumexp(params_.forward, tile_, max, sum, has_keys);
+  void write_results(const WeighedRows<T, kLanes>& weighed) {
+    if (params_.grad.data != nullptr) return write_dots(weighed.normaliser);
+    write_logsumexp(params_.forward, tile_, weighed.max, weighed.sum, weighed.has_keys);
     const auto rows = tile_.template stored_rows_in<Stored>(params_.forward.out);
-    for (int r = 0; r < tile_.rows; ++r) write_row(r, normaliser[r], rows[r]);
+    for (int r = 0; r < tile_.rows; ++r) {
+      write_row(r, weighed.normaliser[r], rows[r]);
+      if (weighed.is_nan(r)) set_dropped_to_zero(r, rows[r]);
+    }
   }
 
   void write_row(int r, T normaliser, Stored* row) {
-    set_weights_to_zero<T>(row, {0, seen_.begin});
-    set_weights_to_zero<T>(row, {seen_.end, p_.keys});
+    set_unseen_to_zero(row, seen_, p_.keys);
     Stored* to = row + seen_.begin;
     const int64_t keys = seen_.end - seen_.begin;
     for (int64_t k = 0; k < keys; k += kLanes) {
@@ -115,11 +98,12 @@ class WeightsOfFewRows {
       keys - k < kLanes ? store_first<T>(to + k, weights, keys - k)
                         : store_rounded<T>(to + k, weights);
     }
-    if (normaliser == normaliser) return;
-    // Of pairs that are not kept too.
-    for_each_block([&](int64_t n, int count, TileState state, T*) {
-      for (int k = 0; k < count; ++k) {
-        if (!is_kept(state, k, r)) row[n + k] = Stored{};
+  }
+
+  void set_dropped_to_zero(int r, Stored* row) {
+    for_each_block([&](int64_t n, int keys, TileState state, T*) {
+      for (int k = 0; k < keys; ++k) {
+        if (!mask_.keeps(state, k, r)) row[n + k] = Stored{};
       }
     });
   }
@@ -132,9 +116,13 @@ class WeightsOfFewRows {
       if (state == TileState::kEmpty) return;
       for (int r = 0; r < tile_.rows; ++r) {
         const Stored* const grad = rows[r] + n;
+        if (kRows == 1 && state == TileState::kFull) {
+          dots[r] += dot<T>(grad, weights, keys);
+          continue;
+        }
         T sum = T(0);
         for (int k = 0; k < keys; ++k) {
-          if (is_kept(state, k, r)) sum += weights[k * kRows + r] * static_cast<T>(grad[k]);
+          if (mask_.keeps(state, k, r)) sum += weights[k * kRows + r] * static_cast<T>(grad[k]);
         }
         dots[r] += sum;
       }

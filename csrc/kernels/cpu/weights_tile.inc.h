@@ -8,16 +8,56 @@
 //     weights = exp(S - max) / sum          0 where a pair is not kept
 //
 // Scores come about as in forward_tile.inc.h. Those of all keys stay until their maximum and sum
-// are known, in memory of [keys][rows], which is as much as the tile's weights take; then each is
+// are known, in memory of [keys][rows], as many numbers as the tile has weights; then each is
 // written once. Or, for a backward, which computes them again, only <grad, weights> of each row is.
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Weights of one row, from `first` on.
-template <class T, class Stored>
-inline void set_weights_to_zero(Stored* row, KeyRange keys) {
-  for (int64_t k = keys.begin; k < keys.end; ++k) row[k] = Stored{};
+/// The keys that some row of a tile sees, from one on with which groups of eight begin.
+template <class T, int kRows>
+inline KeyRange keys_with_weights(const Problem<T>& p, const RowTile<kRows>& tile) {
+  const KeyRange seen = keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
+  return seen.empty() ? KeyRange{0, 0} : KeyRange{first_of_eight(seen.begin), seen.end};
 }
+
+/// f(first key, keys) for blocks of `seen`.
+template <class F>
+QKV_INLINE void for_each_block_of(KeyRange seen, int most_keys, F f) {
+  for (int64_t n = seen.begin; n < seen.end; n += most_keys) {
+    f(n, seen.end - n < most_keys ? static_cast<int>(seen.end - n) : most_keys);
+  }
+}
+
+/// The weights of the keys that nobody sees.
+template <class Stored>
+inline void set_unseen_to_zero(Stored* row, KeyRange seen, int64_t keys) {
+  for (int64_t k = 0; k < seen.begin; ++k) row[k] = Stored{};
+  for (int64_t k = seen.end; k < keys; ++k) row[k] = Stored{};
+}
+
+/// What is left of rows whose scores have been weighed: a sink's share, and lse.
+template <class T, int kRows>
+struct WeighedRows {
+  using S = Simd<T>;
+  alignas(64) T max[kRows], sum[kRows], normaliser[kRows];
+  bool has_keys[kRows];
+
+  WeighedRows(const Problem<T>& p, const RowTile<kRows>& tile,
+              const OnlineSoftmax<VectorMath<T>>* softmax) {
+    for (int v = 0; v < kRows / S::kWidth; ++v) {
+      S::store(max + v * S::kWidth, softmax[v].max);
+      S::store(sum + v * S::kWidth, softmax[v].sum);
+      S::store(normaliser + v * S::kWidth, softmax[v].normaliser());
+    }
+    for (int r = 0; r < tile.rows; ++r) has_keys[r] = sum[r] != T(0);
+    for (int r = 0; p.sinks.data != nullptr && r < tile.rows; ++r) {
+      normaliser[r] = add_sink(tile.number_of_head(p.sinks, r), max[r], sum[r]);
+    }
+  }
+
+  /// Then all of the row's weights are NaN, also of pairs that are not kept.
+  bool is_nan(int r) const { return normaliser[r] != normaliser[r]; }
+};
 
 template <class Products>
 class WeightsTile {
@@ -32,19 +72,17 @@ class WeightsTile {
            whole_lines(Products::own_bytes(p)) + Products::block_bytes(p);
   }
 
-  WeightsTile(const WeightsParams<T>& params, const Tile& tile,
-              const typename Products::Turn& none, void* memory)
+  WeightsTile(const WeightsParams<T>& params, const Tile& tile, const typename Products::Turn& none,
+              void* memory)
       : params_(params),
         p_(params.forward.problem),
         tile_(tile),
-        seen_(keys_of_any(p_.band, tile.first_query(), tile.last_query(), p_.keys)),
+        seen_(keys_with_weights(p_, tile)),
         scores_(static_cast<T*>(memory)),
         mask_{reinterpret_cast<uint8_t*>(scores_ + (p_.keys + 2 * kForwardBlockKeys) * kRows),
               scores_ + (p_.keys + kForwardBlockKeys) * kRows},
         products_(params.forward, tile, none, mask_.bits + kBitBytes,
                   mask_.bits + kBitBytes + whole_lines(Products::own_bytes(p_))) {
-    seen_.begin = seen_.empty() ? 0 : first_of_eight(seen_.begin);
-    if (seen_.empty()) seen_.end = seen_.begin;
     alibi_.load(p_, tile);
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
     for (auto& s : softmax_) s.clear();
@@ -62,22 +100,12 @@ class WeightsTile {
   using Number = typename S::Number;
   static constexpr int64_t kBitBytes = kForwardBlockKeys / 8 * kRows;
 
-  /// f(first key, keys)
   template <class F>
   QKV_INLINE void for_each_block(F f) const {
-    for (int64_t n = seen_.begin; n < seen_.end; n += kForwardBlockKeys) {
-      const int64_t left = seen_.end - n;
-      f(n, left < kForwardBlockKeys ? static_cast<int>(left) : kForwardBlockKeys);
-    }
+    for_each_block_of(seen_, kForwardBlockKeys, f);
   }
 
   T* scores_of(int64_t key) const { return scores_ + (key - seen_.begin) * kRows; }
-
-  /// Whether pair (key k, row r) of the block whose mask was loaded is kept.
-  bool is_kept(TileState state, int k, int r) const {
-    return state == TileState::kFull ||
-           (state == TileState::kPartial && (mask_.bits[k / 8 * kRows + r] >> (k % 8) & 1) != 0);
-  }
 
   /// Scores and their maxima.
   void add_block(int64_t first_key, int keys) {
@@ -98,7 +126,8 @@ class WeightsTile {
   void add_keys(int64_t first_key, int keys, TileState state) {
     T* scores = scores_of(first_key);
     if (state == TileState::kEmpty) {
-      for (int x = 0; x < keys * kRows; x += S::kWidth) S::store(scores + x, Math::minus_infinity());
+      for (int x = 0; x < keys * kRows; x += S::kWidth)
+        S::store(scores + x, Math::minus_infinity());
       return;
     }
     Number block_max[kVectors];
@@ -150,27 +179,17 @@ class WeightsTile {
   }
 
   void write_results() {
-    alignas(64) T max[kRows], sum[kRows], normaliser[kRows];
-    bool has_keys[kRows];
-    for (int v = 0; v < Products::kVectors; ++v) {
-      S::store(max + v * S::kWidth, softmax_[v].max);
-      S::store(sum + v * S::kWidth, softmax_[v].sum);
-      S::store(normaliser + v * S::kWidth, softmax_[v].normaliser());
-    }
-    for (int r = 0; r < tile_.rows; ++r) has_keys[r] = sum[r] != T(0);
-    for (int r = 0; p_.sinks.data != nullptr && r < tile_.rows; ++r) {
-      normaliser[r] = add_sink(tile_.number_of_head(p_.sinks, r), max[r], sum[r]);
-    }
-    if (params_.grad.data == nullptr) write_logsumexp(params_.forward, tile_, max, sum, has_keys);
+    const WeighedRows<T, kRows> rows(p_, tile_, softmax_);
     with_stored<T>(p_.key_value_storage, [&](auto stored) {
       using Stored = decltype(stored);
-      params_.grad.data != nullptr ? write_dots<Stored>(normaliser)
-                                   : write_weights<Stored>(normaliser);
+      if (params_.grad.data != nullptr) return write_dots<Stored>(rows.normaliser);
+      write_logsumexp(params_.forward, tile_, rows.max, rows.sum, rows.has_keys);
+      write_weights<Stored>(rows);
     });
   }
 
   template <class Stored>
-  void write_weights(const T* normaliser) {
+  void write_weights(const WeighedRows<T, kRows>& weighed) {
     const auto rows = tile_.template stored_rows_in<Stored>(params_.forward.out);
     for (int first = 0; first < tile_.rows; first += S::kWidth) {
       Stored* to[S::kWidth];
@@ -178,18 +197,16 @@ class WeightsTile {
         to[l] = first + l < tile_.rows ? rows[first + l] + seen_.begin : nullptr;
       }
       transpose_columns<T, Stored>(scores_ + first, kRows, seen_.end - seen_.begin,
-                                   S::load(normaliser + first), to);
+                                   S::load(weighed.normaliser + first), to);
     }
     bool any_nan = false;
     for (int r = 0; r < tile_.rows; ++r) {
-      set_weights_to_zero<T>(rows[r], {0, seen_.begin});
-      set_weights_to_zero<T>(rows[r], {seen_.end, p_.keys});
-      any_nan |= normaliser[r] != normaliser[r];
+      set_unseen_to_zero(rows[r], seen_, p_.keys);
+      any_nan |= weighed.is_nan(r);
     }
     if (any_nan) set_dropped_to_zero<Stored>();
   }
 
-  /// Of a row whose maximum or sum is NaN, all weights are, also of pairs that are not kept.
   template <class Stored>
   void set_dropped_to_zero() {
     const auto rows = tile_.template stored_rows_in<Stored>(params_.forward.out);
@@ -197,7 +214,7 @@ class WeightsTile {
       const TileState state = mask_.load(p_, tile_, n, keys);
       for (int r = 0; r < tile_.rows; ++r) {
         for (int k = 0; k < keys; ++k) {
-          if (!is_kept(state, k, r)) rows[r][n + k] = Stored{};
+          if (!mask_.keeps(state, k, r)) rows[r][n + k] = Stored{};
         }
       }
     });
