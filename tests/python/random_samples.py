@@ -1,9 +1,15 @@
 """Entries as those of tests/samples.json, drawn by hypothesis: every option with every other."""
 
 import math
+import os
+from typing import Callable
 
 import samples
+import torch
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 # The kernels' tiles and what is next to them; ranges of keys that are split; more queries than go
 # through the kernel for few rows.
@@ -11,6 +17,26 @@ LENGTHS = [1, 2, 3, 4, 5, 7, 9, 17, 40, 130]
 MANY_KEYS = [600, 1100, 2100]
 HEAD_DIMS = [1, 2, 5, 8, 16, 19]
 VALUE_DIMS = [1, 3, 8, 17, 64]
+
+
+def check_random_samples(examples: int, check: Callable[[dict, torch.dtype], None]) -> None:
+    """check(entry, dtype) of so many, always the same ones; or QKV_FUZZ others, each time others."""
+
+    @settings(
+        max_examples=int(os.environ.get("QKV_FUZZ", examples)),
+        deadline=None,
+        derandomize="QKV_FUZZ" not in os.environ,
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(entry=entries(), dtype=st.sampled_from(DTYPES), float32_extras=st.booleans())
+    def each(entry, dtype, float32_extras):
+        if float32_extras and dtype != torch.float64:
+            entry["float32_extras"] = True
+        check(entry, dtype)
+
+    each()
 
 
 @st.composite

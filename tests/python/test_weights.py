@@ -1,22 +1,18 @@
 """Weights and their derivatives, for which a CPU has kernels, against the definition in float64."""
 
-import os
 import random
 
 import definition
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from random_samples import entries, largest_score
+from random_samples import DTYPES, check_random_samples, largest_score
 from samples import generator, make
 from test_definition import TOLERANCE, assert_near
 from test_poison import copied, kept_pairs, poison_problem
 
 import qkv
 
-EXAMPLES = int(os.environ.get("QKV_FUZZ", 400))
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d)[6:])
+in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 NAN, INF = float("nan"), float("inf")
 
 
@@ -35,18 +31,7 @@ def gradients_of_weights(weights, sample, dtype):
 def test_random_samples():
     """Gradients of 16 bits are within twice the error of the definition in the same dtype."""
 
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        derandomize="QKV_FUZZ" not in os.environ,
-        database=None,
-        print_blob=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(entry=entries(), dtype=st.sampled_from(list(TOLERANCE)), float32_extras=st.booleans())
-    def check(entry, dtype, float32_extras):
-        if float32_extras and dtype != torch.float64:
-            entry["float32_extras"] = True
+    def check(entry, dtype):
         tolerance = TOLERANCE[dtype] * max(1.0, largest_score(entry) / 16)
         sample = make(entry, dtype)
         sample.kwargs.pop("dropout_p", None)
@@ -69,7 +54,7 @@ def test_random_samples():
         for name, grad in gradients_of_weights(found, sample, dtype).items():
             assert_near(name, grad, expected[name], 10 * tolerance, allowed[name])
 
-    check()
+    check_random_samples(400, check)
 
 
 def is_mask(x):
@@ -118,7 +103,7 @@ def test_poison_reaches_only_who_keeps_it(seed):
         assert p_weights[keep & bad_scores.unsqueeze(-1)].isnan().all()
 
 
-@DTYPES
+@in_every_dtype
 @pytest.mark.parametrize("rows", [1, 40])
 def test_what_becomes_of_the_weights_is_their_callers_business(rows, dtype):
     """They may be changed in place: the backward computes them again. And they follow no layout."""
@@ -178,7 +163,7 @@ def test_second_order_and_forward_mode(rows, mask, monkeypatch):
         torch.testing.assert_close(f, e.to(dtype), rtol=tolerance, atol=tolerance)
 
 
-@DTYPES
+@in_every_dtype
 @pytest.mark.parametrize("rows", [1, 40])
 def test_gradients_do_not_depend_on_what_may_follow(rows, dtype):
     """Whether there is a graph of them or not, here or under torch.func, they have the same bits."""
@@ -193,7 +178,7 @@ def test_gradients_do_not_depend_on_what_may_follow(rows, dtype):
         assert f.requires_grad and torch.equal(f, e) and torch.equal(g, e)
 
 
-@DTYPES
+@in_every_dtype
 @pytest.mark.parametrize("shape", [(5, 9), (9,), (5, 1), (3, 1, 1), (2, 3, 5, 9), (1, 3, 5, 9)])
 def test_gradients_of_masks_of_every_shape(shape, dtype):
     query, key = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 9, 8).to(dtype)
