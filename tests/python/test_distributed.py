@@ -2,6 +2,7 @@
 where each holds every parameter, and fully sharded (FSDP2), where each holds half of each."""
 
 import datetime
+import os
 
 import pytest
 import torch
@@ -95,6 +96,8 @@ def process(rank: int, folder: str) -> None:
             gradients = {n: g.full_tensor() for n, g in gradients.items()}
         torch.save(gradients, f"{folder}/{way}_{rank}.pt")
     distributed.destroy_process_group()
+    # Gloo's threads may still hold tensors, and abort where the interpreter has gone by then.
+    os._exit(0)
 
 
 @pytest.fixture(scope="module")
