@@ -156,7 +156,7 @@ using Weights = TensorTuple<3>(const Operands&);
 using Backward = TensorTuple<6>(const Operands&, const Tensor& grad_out,
                                 const OptionalTensor& grad_lse, const ForwardResults&, Needs needs);
 
-/// The same of the weights: of what they and grad_weights are summed to.
+/// The same of <grad_weights, weights>.
 using WeightsBackward = TensorTuple<6>(const Operands&, const Tensor& grad_weights,
                                        const Tensor& lse, const Tensor& lse_rest, Needs needs);
 

@@ -32,29 +32,27 @@ c10::DataPtr memory_of(int64_t count) {
 template <class T>
 void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const Gradients& grads,
                    const Needs& needs) {
-  const auto& kernels = kernels_for(backward.problem);
-  const kernels::BackwardKernels<T>* of_few_rows = few_rows_backward_for(backward.problem);
+  const kernels::Problem<T>& p = backward.problem;
+  const auto& kernels = kernels_for(p);
+  const kernels::BackwardKernels<T>* of_few_rows = few_rows_backward_for(p);
   const kernels::BackwardKernels<T>& of_splits =
-      of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(backward.problem);
-  backward.splits = number_of_splits(backward.problem.keys, 256);
+      of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(p);
+  backward.splits = number_of_splits(p.keys, 256);
   // Where a unit is one split, each split packs the rows: longer ones do so less often.
   if (of_splits.most_splits_of_unit(backward) == 1) {
-    backward.splits = number_of_splits(backward.problem.keys, 512);
+    backward.splits = number_of_splits(p.keys, 512);
   }
-  const kernels::Problem<T>& p = backward.problem;
   const int64_t rows = p.batch * p.query_heads * p.queries;
   const auto slope_gradient = memory_of<T>(needs[4] ? backward.splits * rows : 0);
   backward.slope_gradient_of_rows = static_cast<T*>(slope_gradient.get());
   const bool sums_rows = needs[3] && of_few_rows != nullptr;
-  const auto score_gradient = memory_of<T>(sums_rows ? rows * backward.problem.keys : 0);
+  const auto score_gradient = memory_of<T>(sums_rows ? rows * p.keys : 0);
   backward.score_gradient_of_rows = static_cast<T*>(score_gradient.get());
 
   const bool in_16_bits = &of_splits != &kernels;
-  const T* const lse_of_forward = backward.lse;
-  const T* const rest_of_forward = backward.lse_rest;
   std::optional<LseOfDerivatives<T>> lse;
   if (of_few_rows == nullptr) {
-    lse.emplace(in_16_bits, backward.problem, lse_of_forward, rest_of_forward);
+    lse.emplace(in_16_bits, p, backward.lse, backward.lse_rest);
     lse->set_lse(backward);
   }
   const kernels::BackwardParams<T> for_mask = backward;
@@ -80,7 +78,7 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
   splits.sums = splits.units > 1 && needs[0];
   splits.partial = [](kernels::BackwardParams<T>& x) -> T*& { return x.partial_grad_query; };
   splits.partial_size = of_splits.partial_grad_query_size(backward);
-  splits.sum_units = of_splits.backward_row_tiles(backward.problem);
+  splits.sum_units = of_splits.backward_row_tiles(p);
   splits.sum = of_splits.sum_grad_query;
   run_gradients<T, kernels::BackwardParams<T>>(
       backward, backward, splits,

@@ -18,7 +18,7 @@ struct WeightsErrors {
   double weights = 0.0, lse = 0.0, dots = 0.0, gradients = 0.0;
 };
 
-/// One problem of float32 or float64, or of bfloat16 where half_forward is given.
+/// One problem of float32 or float64, or of bfloat16.
 template <class T>
 class WeightsRun {
  public:

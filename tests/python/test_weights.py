@@ -57,7 +57,7 @@ def test_random_samples():
     check_random_samples(400, check)
 
 
-def is_mask(x):
+def is_bfloat16(x):
     return isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16
 
 
@@ -68,7 +68,7 @@ def test_poison_reaches_only_who_keeps_it(seed):
     query, key, _, _, kwargs = poison_problem(rng)
     if query.dtype == torch.bfloat16 and rng.random() < 0.5:
         query, key = query.half(), copied(key).half()
-        kwargs |= {n: x.half() for n, x in kwargs.items() if x is not None and is_mask(x)}
+        kwargs |= {n: x.half() for n, x in kwargs.items() if is_bfloat16(x)}
     keep = kept_pairs(query, key, kwargs)
     (batch, heads, m, _), (kv_heads, n) = query.shape, key.shape[1:3]
     group = heads // kv_heads
