@@ -43,8 +43,8 @@ class KeySums {
 
   KeySums() = default;
 
-  /// `columns` are those of the gradient, `scratch` has room for all rows. What is added is
-  /// multiplied by `scale` before.
+  /// `columns` are those of the gradient, which is `scale` times the sums; `scratch` has room for
+  /// all rows.
   KeySums(const Problem<T>& p, int64_t head, KeyRange keys, int64_t columns, T scale,
           const Operand<T>& gradient, T* scratch)
       : width(round_up_to_vector<T>(columns)),
@@ -70,7 +70,7 @@ class KeySums {
     const bool all_new = begin >= begun_;
     clear_up_to(all_new ? begin : end);
     if (begun_ < end) begun_ = end;
-    return {first_ + (begin - keys_.begin) * row, row, !all_new, scale_};
+    return {first_ + (begin - keys_.begin) * row, row, !all_new};
   }
 
   /// Where those of the keys begin .. end lie.
@@ -83,10 +83,20 @@ class KeySums {
   /// To the gradient, unless they are there.
   void write() {
     clear_up_to(keys_.end);
+    if (scale_ != T(1)) multiply_by_scale();
     if (!in_place_) write_rows_of_keys(*p_, head_, keys_, columns_, first_, row, *gradient_);
   }
 
  private:
+  void multiply_by_scale() {
+    using S = Simd<T>;
+    const auto scale = S::set(scale_);
+    for (int64_t n = 0; n < keys_.end - keys_.begin; ++n) {
+      T* line = first_ + n * row;
+      for (int64_t d = 0; d < width; d += S::kWidth) S::store(line + d, S::load(line + d) * scale);
+    }
+  }
+
   void clear_up_to(int64_t end) {
     for (; begun_ < end; ++begun_) set_to_zero(first_ + (begun_ - keys_.begin) * row, width);
   }

@@ -52,7 +52,7 @@ inline void multiply_add_kept_keys(int64_t keys, int64_t width, const T* a, int6
   }
 }
 
-/// c[n][d] += c.scale · sum over the rows r that keep key n of a[n][r] · b[r][d]; rows of c have
+/// c[n][d] += sum over the rows r that keep key n of a[n][r] · b[r][d]; rows of c have
 /// `width` numbers, whole vectors
 template <class T, int kRows>
 inline void multiply_add_kept_rows(int64_t keys, int64_t rows, const T* a, const T* b,
@@ -67,7 +67,7 @@ inline void multiply_add_kept_rows(int64_t keys, int64_t rows, const T* a, const
       }
       T* c_n = c.first + n * c.row + d;
       const auto so_far = c.has_any ? S::load(c_n) : S::zero();
-      S::store(c_n, S::fma(sum, S::set(c.scale), so_far));
+      S::store(c_n, so_far + sum);
     }
   }
 }

@@ -150,12 +150,11 @@ struct Sums {
   T* first;
   int64_t row;
   bool has_any = true;  // else they are written
-  T scale = T(1);       // of what is added
 
-  Sums from(int64_t r, int64_t c) const { return {first + r * row + c, row, has_any, scale}; }
+  Sums from(int64_t r, int64_t c) const { return {first + r * row + c, row, has_any}; }
 };
 
-/// C += scale · A · B, summed before it is added: what is added up over many blocks of keys or
+/// C += A · B, summed before it is added: what is added up over many blocks of keys or
 /// tiles of rows errs by their number and their size, not by the product of both.
 template <class T, int kVectors, int kRows = rows_together<T, kVectors>(), class RowStride,
           class StepStride, class Sum>
@@ -168,12 +167,8 @@ QKV_INLINE void multiply_add(int64_t rows, int64_t depth, const T* a, RowStride 
         [](int64_t, int) __attribute__((always_inline)) { return S::zero(); },
         each_vector([=](int64_t r, int v, typename S::Number x) __attribute__((always_inline)) {
           Sum* to = c.first + r * c.row + v * S::kWidth;
-          const auto scale = S::set(c.scale);
-          if constexpr (adds() != 0) {
-            S::store(to, S::fma(x, scale, S::load(to)));
-          } else {
-            S::store(to, x * scale);
-          }
+          // An addition takes no multiply-add's place where it has pipes of its own.
+          S::store(to, adds() != 0 ? S::load(to) + x : x);
         }));
   };
   with_constant(c.has_any, product);
