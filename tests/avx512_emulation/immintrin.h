@@ -346,6 +346,9 @@ inline __m512i _mm512_permutexvar_epi16(__m512i index, __m512i x) {
 inline __m512i _mm512_permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
   return (__m512i)permute_lanes((Lanes16)a, (Lanes16)index, (Lanes16)b);
 }
+inline __m512i _mm512_permutexvar_epi32(__m512i index, __m512i x) {
+  return (__m512i)permute_lanes((Lanes32)x, (Lanes32)index % 16, (Lanes32)x);
+}
 inline __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b) {
   return (__m512)permute_lanes((FloatLanes)a, (Lanes32)index, (FloatLanes)b);
 }

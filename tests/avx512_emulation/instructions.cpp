@@ -54,6 +54,8 @@ void permutations() {
   check("permutex2var_epi16", _mm512_permutex2var_epi16(x, _mm512_loadu_si512(index), y), of_two);
   check("permutexvar_epi16", _mm512_permutexvar_epi16(_mm512_loadu_si512(reversed), x),
         {uint16_t(131), uint16_t(130), uint16_t(129)});
+  check("permutexvar_epi32",
+        _mm512_permutexvar_epi32(words({3, 0, 0xfffffff2}), words({7, 8, 9, 10})), {10, 7, 9});
   check("permutex2var_ps",
         _mm512_permutex2var_ps(floats({1, 2, 3}), words({17, 2, 0xffffffe0, 16}), floats({4, 5})),
         {5.0f, 3.0f, 1.0f, 4.0f, 1.0f});

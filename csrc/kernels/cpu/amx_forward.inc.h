@@ -95,9 +95,10 @@ class AmxForward {
   using Packed = PackedKeys<Half>;
   static constexpr int kVectors = 4;  // of rows in a tile
   static constexpr int kRows = kVectors * S::kWidth;
-  using Weigher = RoughWeigher;
+  using Weigher = RoughWeigher<PowerByScaling>;
   static constexpr bool kScales = false;  // scores
   static constexpr bool kRoundsWeights = true;
+  static constexpr bool kWeighsBeside = false;  // products of scores
   static constexpr int kBlockKeys = kForwardBlockKeys;
   static constexpr int kFewRows = 0;
 

@@ -119,7 +119,8 @@ inline int64_t forward_units(const ForwardParams<T>& params, int64_t in_turn) {
 
 /// What a unit is: tiles of a head and one of the `splits` ranges of its keys. Tiles of a head run
 /// from the last to the first: under a causal mask the last ones have most keys, and starting with
-/// them leaves small pieces to even out the threads.
+/// them leaves small pieces to even out the threads. Units of several tiles are large: those of two
+/// heads take turns, so that the last of all are the smallest of both.
 struct ForwardUnit {
   int64_t head, first_tile, tiles, split, splits;
 };
@@ -127,8 +128,13 @@ template <class Products, class T>
 inline ForwardUnit forward_unit(const Problem<T>& p, int64_t in_turn, int64_t unit) {
   const int64_t tiles = RowTile<Products::kRows>::count_of_head(p);
   const int64_t splits = forward_splits<Products>(p), turns = (tiles + in_turn - 1) / in_turn;
-  const int64_t first = (turns - 1 - unit / splits % turns) * in_turn;
-  return {unit / splits / turns, first, tiles - first < in_turn ? tiles - first : in_turn,
+  const int64_t heads = p.batch * p.kv_heads, side_by_side = in_turn > 1 ? 2 : 1;
+  const int64_t first_head = unit / (side_by_side * turns * splits) * side_by_side;
+  if (first_head >= heads) return {heads, 0, 0, 0, splits};  // after the last
+  const int64_t count = heads - first_head < side_by_side ? heads - first_head : side_by_side;
+  const int64_t of_splits = unit / splits - first_head * turns;
+  const int64_t first = (turns - 1 - of_splits / count) * in_turn;
+  return {first_head + of_splits % count, first, tiles - first < in_turn ? tiles - first : in_turn,
           unit % splits, splits};
 }
 

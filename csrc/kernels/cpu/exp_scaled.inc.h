@@ -51,8 +51,10 @@ struct ExpOfNonpositive<float> {
   }
 };
 
-template <>
-struct RoughPowerOfTwo<float> {
+/// A Power of RoughWeigher.
+struct PowerByScaling {
+  static constexpr float kUnits = 1;
+
   template <int kCount>
   static QKV_INLINE void replace(__m512 (&x)[kCount]) {
     replace_by_powers(kRoughPowerOfFraction, x);

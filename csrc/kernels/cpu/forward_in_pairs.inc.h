@@ -5,7 +5,9 @@
 #include "kernels/cpu/half_tile.inc.h"
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
+#include "kernels/cpu/power_by_table.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/work_beside.inc.h"
 
 // The products of a forward tile in bfloat16, two terms at a time, summed in float32:
 //
@@ -28,9 +30,10 @@ class ForwardInPairs {
   using Pairs = Simd<BFloat16Pair>;
   static constexpr int kVectors = kBFloat16Vectors;
   static constexpr int kRows = kVectors * S::kWidth;
-  using Weigher = RoughWeigher;
+  using Weigher = RoughWeigher<PowerByTable>;
   static constexpr bool kScales = false;  // scores
   static constexpr bool kRoundsWeights = true;
+  static constexpr bool kWeighsBeside = true;  // products of scores
   /// Weights of 16 bits: those of twice as many keys stay in a first-level cache, and what they are
   /// added to is loaded and stored half as often.
   static constexpr int kBlockKeys = 2 * kForwardBlockKeys;
@@ -135,7 +138,43 @@ class ForwardInPairs {
         });
   }
 
-  /// The same of scores that are there already.
+  /// The same while the scores of the next keys are multiplied, of whole kRowsBeside keys:
+  /// see(k, x) gets scores x[kRowsBeside][kVectors] of keys from k on before they are weighed, and
+  /// may end it by returning false. They are left in scores[key][row].
+  template <int kVectors, class See, class Weigh>
+  QKV_INLINE bool weights_beside(int64_t first_key, int keys, int first_row, float* scores, See see,
+                                 Weigh weigh) {
+    const Rows<BFloat16Pair> lines = InPairs::lines(tile_, p_.key, p_.key_value_storage, first_key,
+                                                    keys, p_.head_dim, block_lines_);
+    S::Number sums[kVectors];
+    for (auto& sum : sums) sum = S::zero();
+    BFloat16Pair* to = weights_ + first_row;
+    const auto take = [&](int64_t first, auto& x) __attribute__((always_inline)) {
+      float* line = scores + first * kRows;
+#pragma GCC unroll 8
+      for (int k = 0; k < kRowsBeside; ++k, line += kRows)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) S::store(line + v * S::kWidth, x[k][v]);
+      return see(first, x);
+    };
+    const auto work = [&](int64_t first, auto vector, int piece) __attribute__((always_inline)) {
+      constexpr int v = vector();
+      const int64_t k = first + 2 * piece;
+      const float* from = scores + k * kRows + v * S::kWidth;
+      S::Number x[2] = {S::load(from), S::load(from + kRows)};
+      weigh(k, vector, x);
+      const auto pair = Pairs::round(x[0], x[1]);
+      sums[v] = Pairs::add(pair, sums[v]);
+      Pairs::store(to + k / 2 * kRows + v * S::kWidth, pair);
+    };
+    const bool done = product_with_work<BFloat16Pair, kVectors>(
+        keys, InPairs::depth(p_.head_dim), lines.first, lines.stride, query_t_ + first_row, kRows,
+        take, work);
+    for (int v = 0; v < kVectors; ++v) sums_of_weights_[v] = sums[v];
+    return done;
+  }
+
+  /// As `weights`, of scores that are there already.
   template <int kVectors, class Weigh>
   QKV_INLINE void weights_of_scores(int64_t, int keys, int first_row, const float* scores,
                                     Weigh weigh) {

@@ -27,6 +27,7 @@ class ForwardProducts
   using Weigher = ExactWeigher<T>;
   static constexpr bool kScales = true;  // scores
   static constexpr bool kRoundsWeights = false;
+  static constexpr bool kWeighsBeside = false;  // products of scores
   static constexpr int kBlockKeys = kForwardBlockKeys;
   /// Up to so many rows of a head have kernels of their own (few_rows.inc.h).
   static constexpr int kFewRows = FewRowsOfNumbers<T, T>::kMostRows;

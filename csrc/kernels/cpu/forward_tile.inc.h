@@ -11,6 +11,7 @@
 #include "kernels/cpu/score_tile.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 #include "kernels/cpu/weigher.inc.h"
+#include "kernels/cpu/work_beside.inc.h"
 #include "kernels/online_softmax.h"
 
 // Forward attention for one tile of query rows (FlashAttention-2, arXiv:2307.08691, algorithm 1).
@@ -284,23 +285,9 @@ class ForwardTile {
     const int first_row = first_vector * S::kWidth;
     const int64_t first_bits = offset / 8 * kRows + first_row;
     T* weights = scores_ + first_row;
-    const NextKeys next = keys_to_fetch(first_key, keys);
     const Scores<kVectors> scores(p_, mask_, alibi_, first_key, offset, first_vector, state);
-    const uint8_t* stays = drops_ ? stays_ + first_bits : nullptr;
-    bool weighed = false;
-    // With ALiBi rows outgrow their maxima from block to block, up to where they stand.
-    if (passes_to_come_ == 0 && p_.alibi_slopes.data == nullptr) {
-      const auto weigh_now = [&](auto changes) {
-        weighed = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
-                                                          stays, next, weights);
-      };
-      if (scores.is_capped()) {
-        weigh_now(Constant<kCaps>{});
-      } else {
-        with_constant(scores.changes() || drops_ || scale_of_scores_ != T(1), weigh_now);
-      }
-    }
-    if (!weighed) weigh<kVectors>(first_key, keys, first_vector, scores, stays, next, weights);
+    weigh_keys<kVectors>(first_key, keys, first_vector, scores,
+                         drops_ ? stays_ + first_bits : nullptr, weights);
     if (params_.out.data == nullptr) return;
     // The first sums are written, if they are those of all rows.
     if (kVectors < vectors_) begin_sums();
@@ -318,19 +305,59 @@ class ForwardTile {
   /// bias, mask and dropout; or the softcap among these.
   enum Changes { kNone = 0, kMasks = 1, kCaps = 2 };
 
-  /// P = exp(S - max) where S leaves the registers of the product, under the maxima of the keys
-  /// before. False, and nothing done, if a row has none yet or one that is too small now, or too
-  /// far from 0.
+  /// P = exp(S - max) of some keys.
+  template <int kVectors>
+  void weigh_keys(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
+                  const uint8_t* stays, T* weights) {
+    const NextKeys next = keys_to_fetch(first_key, keys);
+    Found found = kNothing;
+    // With ALiBi rows outgrow their maxima from block to block, up to where they stand.
+    if (passes_to_come_ == 0 && p_.alibi_slopes.data == nullptr) {
+      const auto weigh_now = [&](auto changes) {
+        found = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
+                                                        stays, next, weights);
+      };
+      if (Products::kWeighsBeside && are_plain(scores) && keys % kRowsBeside == 0) {
+        if constexpr (Products::kWeighsBeside) {
+          found = weigh_beside<kVectors>(first_key, keys, first_vector, next, weights);
+        }
+      } else if (scores.is_capped()) {
+        weigh_now(Constant<kCaps>{});
+      } else {
+        with_constant(!are_plain(scores), weigh_now);
+      }
+    }
+    if (found == kWeights) return;
+    if (found == kNothing) {
+      find_scores<kVectors>(first_key, keys, first_vector, scores, next, weights);
+    }
+    if constexpr (Products::kWeighsBeside) {
+      if (are_plain(scores)) begin_max_of_first_keys<kVectors>(keys, first_vector, weights);
+    }
+    weigh_scores<kVectors>(first_key, keys, first_vector, stays, weights);
+  }
+
+  /// Whether scores are weighed as they leave their product, and no weight is dropped.
+  template <int kVectors>
+  bool are_plain(const Scores<kVectors>& scores) const {
+    return !scores.changes() && !drops_ && scale_of_scores_ == T(1);
+  }
+
+  /// What there is of the weights of some keys.
+  enum Found { kNothing, kScores, kWeights };
+
+  /// P where S leaves the registers of the product, under the maxima of the keys before. Nothing if
+  /// a row has none yet or one that is too small now, or too far from 0.
   template <int kVectors, int kChanges>
-  bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
-                          const Scores<kVectors>& scores, const uint8_t* stays,
-                          const NextKeys& next, T* weights) {
+  Found weigh_in_registers(int64_t first_key, int keys, int first_vector,
+                           const Scores<kVectors>& scores, const uint8_t* stays,
+                           const NextKeys& next, T* weights) {
     const auto lowest = S::set(-Limits<T>::kLargest);
     Weigher weigher[kVectors];
     Number sum[kVectors], block_max[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const auto& max = softmax_[first_vector + v].max;
-      if (S::any_greater(lowest, max) || !Weigher::is_near(max)) return false;
+      if (S::any_greater(lowest, max) || !Weigher::is_near(max)) return kNothing;
       weigher[v] = Weigher(max, scale_of_weights_);
       sum[v] = S::zero();
       block_max[v] = Math::minus_infinity();
@@ -351,39 +378,116 @@ class ForwardTile {
           add_few(x, sum[v]);
           if constexpr (kChanges != kNone) drop(stays, k, v, x);
         });
-    for (int v = 0; v < kVectors; ++v) {
-      block_max[v] = scaled(block_max[v], scale_of_weights_);
-      if (S::any_greater(block_max[v], softmax_[first_vector + v].limit())) {
-        passes_to_come_ = kPassesAfterGrowth;
-        return false;
-      }
-    }
+    for (auto& max : block_max) max = scaled(max, scale_of_weights_);
+    if (outgrow<kVectors>(block_max, first_vector)) return kNothing;
     add_to_sums<kVectors>(sum, first_vector);
-    return true;
+    return kWeights;
   }
 
-  /// The same in passes of their own: S, its maxima, P.
+  /// P while the scores of the next keys are multiplied; a row without a maximum begins with that
+  /// of the first kRowsBeside keys. Scores alone, and their maxima, if a row has outgrown its own;
+  /// nothing if one has none yet or one that is too far from 0.
   template <int kVectors>
-  void weigh(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
-             const uint8_t* stays, const NextKeys& next, T* weights) {
-    Number block_max[kVectors];
+  Found weigh_beside(int64_t first_key, int keys, int first_vector, const NextKeys& next,
+                     T* scores) {
+    Weigher weigher[kVectors];
+    Number sum[kVectors], block_max[kVectors];
+    for (auto& s : sum) s = S::zero();
     for (auto& m : block_max) m = Math::minus_infinity();
+    const auto begin = [&] {
+      const auto lowest = S::set(-Limits<T>::kLargest);
+      for (int v = 0; v < kVectors; ++v) {
+        begin_max(first_vector + v, block_max[v]);
+        const auto& max = softmax_[first_vector + v].max;
+        if (S::any_greater(lowest, max) || !Weigher::is_near(max)) return false;
+        weigher[v] = Weigher(max, scale_of_weights_);
+      }
+      return true;
+    };
+    const bool done = products_.template weights_beside<kVectors>(
+        first_key, keys, first_vector * S::kWidth, scores,
+        [&](int64_t k, const auto& x) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) {
+            auto max = block_max[v];
+#pragma GCC unroll 8
+            for (int i = 0; i < kRowsBeside; ++i) max = S::maximum(max, x[i][v]);
+            block_max[v] = max;
+          }
+          return k > 0 || begin();
+        },
+        [&](int64_t k, auto vector, auto& x) __attribute__((always_inline)) {
+          constexpr int v = vector();
+          fetch(k, count_of(x), v, next);
+          weigher[v].replace_near(x);
+          add_few(x, sum[v]);
+        });
+    if (!done) return kNothing;
+    for (int v = 0; v < kVectors; ++v) block_max_[v] = scaled(block_max[v], scale_of_weights_);
+    if (outgrow<kVectors>(block_max_, first_vector)) return kScores;
+    add_to_sums<kVectors>(sum, first_vector);
+    return kWeights;
+  }
+
+  /// A vector of rows without a maximum begins with this one, of scores that are not scaled.
+  void begin_max(int vector, Number max) {
+    auto& so_far = softmax_[vector].max;
+    const auto has_none = S::less(so_far, S::set(-Limits<T>::kLargest));
+    so_far = S::select(has_none, scaled(max, scale_of_weights_), so_far);
+  }
+
+  /// As weigh_beside begins: a row's bits must not depend on how its neighbours are weighed.
+  template <int kVectors>
+  void begin_max_of_first_keys(int keys, int first_vector, const T* scores) {
+    for (int v = 0; v < kVectors; ++v) {
+      auto max = Math::minus_infinity();
+      for (int k = 0; k < keys && k < kRowsBeside; ++k) {
+        max = S::maximum(max, S::load(scores + k * kRows + v * S::kWidth));
+      }
+      begin_max(first_vector + v, max);
+    }
+  }
+
+  /// Whether a row's maximum is too small now. Then passes follow.
+  template <int kVectors>
+  bool outgrow(const Number* block_max, int first_vector) {
+    bool grows = false;
+    for (int v = 0; v < kVectors; ++v) {
+      grows |= S::any_greater(block_max[v], softmax_[first_vector + v].limit());
+    }
+    if (grows) passes_to_come_ = kPassesAfterGrowth;
+    return grows;
+  }
+
+  /// S and its maxima.
+  template <int kVectors>
+  void find_scores(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
+                   const NextKeys& next, T* to) {
+    for (int v = 0; v < kVectors; ++v) block_max_[v] = Math::minus_infinity();
     products_.template scores<kVectors>(
         first_key, keys,
         first_vector * S::kWidth, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
           fetch(k, count_of(x), v, next);
-          T* line = weights + k * kRows + v * S::kWidth;
+          T* line = to + k * kRows + v * S::kWidth;
+          auto max = block_max_[v];
 #pragma GCC unroll 4
           for (auto& score : x) {
             score = scaled(score, scale_of_scores_);
             S::store(line, score);
             line += kRows;
-            block_max[v] = S::maximum(block_max[v], score);
+            max = S::maximum(max, score);
           }
+          block_max_[v] = max;
         });
-    if (scores.changes()) scores.change(keys, weights, block_max);
-    for (auto& m : block_max) m = scaled(m, scale_of_weights_);
-    raise_max<kVectors>(block_max, first_vector);
+    if (scores.changes()) scores.change(keys, to, block_max_);
+    for (int v = 0; v < kVectors; ++v) block_max_[v] = scaled(block_max_[v], scale_of_weights_);
+  }
+
+  /// P of S and its maxima.
+  template <int kVectors>
+  void weigh_scores(int64_t first_key, int keys, int first_vector, const uint8_t* stays,
+                    T* weights) {
+    raise_max<kVectors>(first_vector);
     Weigher weigher[kVectors];
     Number sum[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -440,18 +544,18 @@ class ForwardTile {
   /// Rows whose maximum has grown too far shrink what they have summed under the smaller one. A row
   /// decides for itself: its bits must not depend on its neighbours.
   template <int kVectors>
-  void raise_max(const Number* block_max, int first_vector) {
+  void raise_max(int first_vector) {
     bool grows = false;
     for (int v = 0; v < kVectors; ++v) {
-      grows |= S::any_greater(block_max[v], softmax_[first_vector + v].limit());
+      grows |= S::any_greater(block_max_[v], softmax_[first_vector + v].limit());
     }
     if (passes_to_come_ > 0) passes_to_come_ = grows ? kPassesAfterGrowth : passes_to_come_ - 1;
     if (!grows) return;
     Number correction[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       auto& softmax = softmax_[first_vector + v];
-      const auto too_small = S::less(softmax.limit(), block_max[v]);
-      correction[v] = softmax.raise_max(S::select(too_small, block_max[v], softmax.max));
+      const auto too_small = S::less(softmax.limit(), block_max_[v]);
+      correction[v] = softmax.raise_max(S::select(too_small, block_max_[v], softmax.max));
     }
     if (!has_sums_) return;
     for (int64_t d = 0; d < Products::out_rows(p_); ++d) {
@@ -478,6 +582,8 @@ class ForwardTile {
   uint8_t* stays_;
   AlibiTile<T, Products::kVectors> alibi_;
   OnlineSoftmax<Math> softmax_[Products::kVectors];
+  // Of the scores that passes weigh. In memory, as registers are short where it is found.
+  Number block_max_[Products::kVectors];
   Products products_;
   KeyRange any_;  // keys that some row sees
   KeyRange all_;  // keys that all rows see

@@ -8,7 +8,8 @@
 
 // What P and dS of a tile of rows and a block of keys (backward_tile.inc.h) add to the gradients:
 //
-//     dV += P dO          dK += dS Q            dQ += dSᵀ K          (dK and dQ times the scale in the end)
+//     dV += P dO          dK += dS Q            dQ += dSᵀ K          (dK and dQ times the scale in
+//     the end)
 //
 //     P, dS  keys [ rows -> ]   x   dO, Q  rows [ D -> ]     =   dV, dK  keys [ D -> ]
 //     Kᵀ       D  [ keys -> ]   x   dS     keys [ rows -> ]  =   dQᵀ       D [ rows -> ]

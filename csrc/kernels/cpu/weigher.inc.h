@@ -37,10 +37,13 @@ class ExactWeigher {
 
 /// Of scale · score, to within 3e-6, to be rounded to 16 bits next: as
 /// 2^(score · (scale · log2 e) - shift · log2 e), of one operation instead of three.
+/// Power::replace makes x 2^(x / Power::kUnits), with small numbers, -inf and NaN as in
+/// ExpOfNonpositive.
 ///
 /// Rounding both products changes all weights of a row under this maximum by one factor, within
 /// 2^-23 |shift| of 1. Outputs do not see it; but lse is off by it, and so are all weights
 /// of a backward. Rows with larger shifts subtract first, as they must where the product overflows.
+template <class Power>
 class RoughWeigher {
  public:
   using S = Simd<float>;
@@ -49,9 +52,9 @@ class RoughWeigher {
   RoughWeigher() = default;
   QKV_INLINE RoughWeigher(Number shift, float scale)
       : shift_(shift),
-        minus_product_(shift * S::set(-kLog2E)),
+        minus_product_(shift * S::set(-kUnitsOfE)),
         scale_(S::set(scale)),
-        factor_(S::set(scale * kLog2E)),
+        factor_(S::set(scale * kUnitsOfE)),
         is_near_(is_near(shift)) {}
 
   static QKV_INLINE bool is_near(Number shift) {
@@ -65,19 +68,19 @@ class RoughWeigher {
     for (auto& score : x) {
       const auto near = S::fma(score, factor_, minus_product_);
       const auto far = rounded_product(score, scale_) - shift_;
-      score = S::select(is_far, far * S::set(kLog2E), near);
+      score = S::select(is_far, far * S::set(kUnitsOfE), near);
     }
-    RoughPowerOfTwo<float>::replace(x);
+    Power::replace(x);
   }
   template <int kCount>
   QKV_INLINE void replace_near(Number (&x)[kCount]) const {
 #pragma GCC unroll 4
     for (auto& score : x) score = S::fma(score, factor_, minus_product_);
-    RoughPowerOfTwo<float>::replace(x);
+    Power::replace(x);
   }
 
  private:
-  static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr float kUnitsOfE = Power::kUnits * 1.4426950408889634f;
   static constexpr float kFarthest = 0x1p10f;
 
   Number shift_;
