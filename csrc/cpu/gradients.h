@@ -155,13 +155,14 @@ void run_splits(const kernels::BackwardParams<T>& backward, const Params& params
 
   struct Wave {
     int64_t first_head;
+    int64_t heads;
     std::vector<std::vector<int64_t>> groups;  // of its heads, if these share a mask's gradient
   };
   std::vector<Wave> waves;
   Waves queue(/*in_order=*/backward.grad_mask.data != nullptr);
   for (int64_t head = 0; head < heads; head += heads_of_wave) {
     const int64_t count = std::min(heads_of_wave, heads - head);
-    Wave wave{head, {}};
+    Wave wave{head, count, {}};
     int64_t together = count;
     if (backward.grad_mask.data != nullptr) {
       wave.groups = heads_by_mask(backward, head, count);
@@ -174,7 +175,12 @@ void run_splits(const kernels::BackwardParams<T>& backward, const Params& params
     const auto run = [&](int64_t unit_of_heads) {
       pass.run(of_wave[w % 2], waves[w].first_head, unit_of_heads, scratch);
     };
-    if (waves[w].groups.empty()) return run(unit);
+    if (waves[w].groups.empty()) {
+      // Of a few heads those that are equally long side by side: under a causal mask the first are
+      // the longest, and threads are done as early.
+      const int64_t side_by_side = pass.sums ? waves[w].heads : 1;
+      return run(side_by_side == 1 ? unit : unit % side_by_side * pass.units + unit / side_by_side);
+    }
     for (const int64_t h : waves[w].groups[unit / pass.units]) {
       run(h * pass.units + unit % pass.units);
     }

@@ -129,8 +129,8 @@ inline ForwardUnit forward_unit(const Problem<T>& p, int64_t in_turn, int64_t un
   const int64_t tiles = RowTile<Products::kRows>::count_of_head(p);
   const int64_t splits = forward_splits<Products>(p), turns = (tiles + in_turn - 1) / in_turn;
   const int64_t heads = p.batch * p.kv_heads, side_by_side = in_turn > 1 ? 2 : 1;
+  if (unit >= heads * turns * splits) return {heads, 0, 0, 0, splits};  // after the last
   const int64_t first_head = unit / (side_by_side * turns * splits) * side_by_side;
-  if (first_head >= heads) return {heads, 0, 0, 0, splits};  // after the last
   const int64_t count = heads - first_head < side_by_side ? heads - first_head : side_by_side;
   const int64_t of_splits = unit / splits - first_head * turns;
   const int64_t first = (turns - 1 - of_splits / count) * in_turn;

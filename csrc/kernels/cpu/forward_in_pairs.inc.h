@@ -128,6 +128,12 @@ class ForwardInPairs {
         few_at_a_time(finish));
   }
 
+  /// Weights that come next go after those of so many keys of the block, which stay.
+  void weights_go_after(int keys) {
+    for (int v = 0; v < kVectors; ++v) sums_before_[v] = keys > 0 ? sums_of_weights_[v] : S::zero();
+    next_weights_ = weights_ + keys / 2 * kRows;
+  }
+
   /// P[k][row]: weights of the scores, rounded; weigh(k, v, x) makes x, scores of keys from k on,
   /// weights.
   template <int kVectors, class Weigh>
@@ -139,23 +145,23 @@ class ForwardInPairs {
   }
 
   /// The same while the scores of the next keys are multiplied, of whole kRowsBeside keys:
-  /// see(k, x) gets scores x[kRowsBeside][kVectors] of keys from k on before they are weighed, and
-  /// may end it by returning false. They are left in scores[key][row].
+  /// see(x) gets scores x[kRowsBeside][kVectors] before they are weighed. They are left in
+  /// scores[key][row].
   template <int kVectors, class See, class Weigh>
-  QKV_INLINE bool weights_beside(int64_t first_key, int keys, int first_row, float* scores, See see,
+  QKV_INLINE void weights_beside(int64_t first_key, int keys, int first_row, float* scores, See see,
                                  Weigh weigh) {
     const Rows<BFloat16Pair> lines = InPairs::lines(tile_, p_.key, p_.key_value_storage, first_key,
                                                     keys, p_.head_dim, block_lines_);
     S::Number sums[kVectors];
     for (auto& sum : sums) sum = S::zero();
-    BFloat16Pair* to = weights_ + first_row;
+    BFloat16Pair* to = next_weights_ + first_row;
     const auto take = [&](int64_t first, auto& x) __attribute__((always_inline)) {
       float* line = scores + first * kRows;
 #pragma GCC unroll 8
       for (int k = 0; k < kRowsBeside; ++k, line += kRows)
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) S::store(line + v * S::kWidth, x[k][v]);
-      return see(first, x);
+      see(x);
     };
     const auto work = [&](int64_t first, auto vector, int piece) __attribute__((always_inline)) {
       constexpr int v = vector();
@@ -167,11 +173,10 @@ class ForwardInPairs {
       sums[v] = Pairs::add(pair, sums[v]);
       Pairs::store(to + k / 2 * kRows + v * S::kWidth, pair);
     };
-    const bool done = product_with_work<BFloat16Pair, kVectors>(
-        keys, InPairs::depth(p_.head_dim), lines.first, lines.stride, query_t_ + first_row, kRows,
-        take, work);
-    for (int v = 0; v < kVectors; ++v) sums_of_weights_[v] = sums[v];
-    return done;
+    product_with_work<BFloat16Pair, kVectors>(keys, InPairs::depth(p_.head_dim), lines.first,
+                                              lines.stride, query_t_ + first_row, kRows, take,
+                                              work);
+    for (int v = 0; v < kVectors; ++v) sums_of_weights_[v] = sums_before_[v] + sums[v];
   }
 
   /// As `weights`, of scores that are there already.
@@ -249,7 +254,7 @@ class ForwardInPairs {
   QKV_INLINE void store_weights(int first_row, Weigh weigh, ForEach for_each) {
     S::Number sums[kVectors];
     for (auto& sum : sums) sum = S::zero();
-    BFloat16Pair* to = weights_ + first_row;
+    BFloat16Pair* to = next_weights_ + first_row;
     for_each([&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
       weigh(k, v, x);
       constexpr int kCount = sizeof(x) / sizeof(x[0]);
@@ -261,7 +266,7 @@ class ForwardInPairs {
         Pairs::store(line, pair);
       }
     });
-    for (int v = 0; v < kVectors; ++v) sums_of_weights_[v] = sums[v];
+    for (int v = 0; v < kVectors; ++v) sums_of_weights_[v] = sums_before_[v] + sums[v];
   }
 
   const Problem<float>& p_;
@@ -270,7 +275,8 @@ class ForwardInPairs {
   const BFloat16* values_;
   BFloat16Pair* query_t_;  // [D / 2][rows]
   BFloat16Pair* weights_;  // [keys / 2][rows], of a block
-  S::Number sums_of_weights_[kVectors];
+  BFloat16Pair* next_weights_;
+  S::Number sums_before_[kVectors], sums_of_weights_[kVectors];
   BFloat16Pair* block_values_;  // [keys / 2][Dv], of a block
   BFloat16Pair* block_lines_;   // [keys][D / 2], of a block, if not read where they lie
 };

@@ -91,8 +91,8 @@ class ForwardTile {
     alibi_.load(p_, tile);
     drops_ = p_.dropout.threshold != 0;
     set_scales();
-    const bool has_masks = p_.attn_mask.type != MaskType::kNone || p_.key_mask.data != nullptr;
-    block_keys_ = has_masks ? kForwardBlockKeys : Products::kBlockKeys;
+    has_masks_ = p_.attn_mask.type != MaskType::kNone || p_.key_mask.data != nullptr;
+    block_keys_ = has_masks_ ? kForwardBlockKeys : Products::kBlockKeys;
     vectors_ = (tile.rows + S::kWidth - 1) / S::kWidth;
     for (auto& s : softmax_) s.clear();
   }
@@ -288,6 +288,7 @@ class ForwardTile {
     const Scores<kVectors> scores(p_, mask_, alibi_, first_key, offset, first_vector, state);
     weigh_keys<kVectors>(first_key, keys, first_vector, scores,
                          drops_ ? stays_ + first_bits : nullptr, weights);
+    has_begun_ = true;
     if (params_.out.data == nullptr) return;
     // The first sums are written, if they are those of all rows.
     if (kVectors < vectors_) begin_sums();
@@ -308,6 +309,30 @@ class ForwardTile {
   /// P = exp(S - max) of some keys.
   template <int kVectors>
   void weigh_keys(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
+                  const uint8_t* stays, T* weights) {
+    if constexpr (Products::kWeighsBeside) {
+      products_.weights_go_after(0);
+      if (!has_begun_ && !has_masks_ && are_plain(scores)) {
+        // Passes find maxima, under which the others can be weighed beside products.
+        const int first = keys < 2 * kFirstKeys ? keys : kFirstKeys;
+        weigh_some<kVectors>(first_key, first, first_vector, scores, stays, weights);
+        if (first == keys) return;
+        products_.weights_go_after(first);
+        first_key += first;
+        keys -= first;
+        weights += first * kRows;
+      }
+    }
+    weigh_some<kVectors>(first_key, keys, first_vector, scores, stays, weights);
+  }
+
+  /// At least. The largest of their weights is 1, which loses nothing when it is rounded; of more
+  /// keys it is one of many.
+  static constexpr int kFirstKeys = 64;
+
+  /// In registers, beside products, or in passes.
+  template <int kVectors>
+  void weigh_some(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
                   const uint8_t* stays, T* weights) {
     const NextKeys next = keys_to_fetch(first_key, keys);
     Found found = kNothing;
@@ -331,9 +356,6 @@ class ForwardTile {
     if (found == kNothing) {
       find_scores<kVectors>(first_key, keys, first_vector, scores, next, weights);
     }
-    if constexpr (Products::kWeighsBeside) {
-      if (are_plain(scores)) begin_max_of_first_keys<kVectors>(keys, first_vector, weights);
-    }
     weigh_scores<kVectors>(first_key, keys, first_vector, stays, weights);
   }
 
@@ -352,16 +374,9 @@ class ForwardTile {
   Found weigh_in_registers(int64_t first_key, int keys, int first_vector,
                            const Scores<kVectors>& scores, const uint8_t* stays,
                            const NextKeys& next, T* weights) {
-    const auto lowest = S::set(-Limits<T>::kLargest);
     Weigher weigher[kVectors];
     Number sum[kVectors], block_max[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const auto& max = softmax_[first_vector + v].max;
-      if (S::any_greater(lowest, max) || !Weigher::is_near(max)) return kNothing;
-      weigher[v] = Weigher(max, scale_of_weights_);
-      sum[v] = S::zero();
-      block_max[v] = Math::minus_infinity();
-    }
+    if (!begin_weighing<kVectors>(first_vector, weigher, sum, block_max)) return kNothing;
     products_.template weights<kVectors>(
         first_key, keys, first_vector * S::kWidth,
         weights, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
@@ -384,29 +399,17 @@ class ForwardTile {
     return kWeights;
   }
 
-  /// P while the scores of the next keys are multiplied; a row without a maximum begins with that
-  /// of the first kRowsBeside keys. Scores alone, and their maxima, if a row has outgrown its own;
-  /// nothing if one has none yet or one that is too far from 0.
+  /// P while the scores of the next keys are multiplied. Scores alone, and their maxima, if a row
+  /// has outgrown its own; nothing if one has none yet or one that is too far from 0.
   template <int kVectors>
   Found weigh_beside(int64_t first_key, int keys, int first_vector, const NextKeys& next,
                      T* scores) {
     Weigher weigher[kVectors];
     Number sum[kVectors], block_max[kVectors];
-    for (auto& s : sum) s = S::zero();
-    for (auto& m : block_max) m = Math::minus_infinity();
-    const auto begin = [&] {
-      const auto lowest = S::set(-Limits<T>::kLargest);
-      for (int v = 0; v < kVectors; ++v) {
-        begin_max(first_vector + v, block_max[v]);
-        const auto& max = softmax_[first_vector + v].max;
-        if (S::any_greater(lowest, max) || !Weigher::is_near(max)) return false;
-        weigher[v] = Weigher(max, scale_of_weights_);
-      }
-      return true;
-    };
-    const bool done = products_.template weights_beside<kVectors>(
+    if (!begin_weighing<kVectors>(first_vector, weigher, sum, block_max)) return kNothing;
+    products_.template weights_beside<kVectors>(
         first_key, keys, first_vector * S::kWidth, scores,
-        [&](int64_t k, const auto& x) __attribute__((always_inline)) {
+        [&](const auto& x) __attribute__((always_inline)) {
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
             auto max = block_max[v];
@@ -414,7 +417,6 @@ class ForwardTile {
             for (int i = 0; i < kRowsBeside; ++i) max = S::maximum(max, x[i][v]);
             block_max[v] = max;
           }
-          return k > 0 || begin();
         },
         [&](int64_t k, auto vector, auto& x) __attribute__((always_inline)) {
           constexpr int v = vector();
@@ -422,30 +424,25 @@ class ForwardTile {
           weigher[v].replace_near(x);
           add_few(x, sum[v]);
         });
-    if (!done) return kNothing;
     for (int v = 0; v < kVectors; ++v) block_max_[v] = scaled(block_max[v], scale_of_weights_);
     if (outgrow<kVectors>(block_max_, first_vector)) return kScores;
     add_to_sums<kVectors>(sum, first_vector);
     return kWeights;
   }
 
-  /// A vector of rows without a maximum begins with this one, of scores that are not scaled.
-  void begin_max(int vector, Number max) {
-    auto& so_far = softmax_[vector].max;
-    const auto has_none = S::less(so_far, S::set(-Limits<T>::kLargest));
-    so_far = S::select(has_none, scaled(max, scale_of_weights_), so_far);
-  }
-
-  /// As weigh_beside begins: a row's bits must not depend on how its neighbours are weighed.
+  /// Under the maxima of the keys before. False if a row has none yet or one too far from 0.
   template <int kVectors>
-  void begin_max_of_first_keys(int keys, int first_vector, const T* scores) {
+  bool begin_weighing(int first_vector, Weigher (&weigher)[kVectors], Number (&sum)[kVectors],
+                      Number (&block_max)[kVectors]) const {
+    const auto lowest = S::set(-Limits<T>::kLargest);
     for (int v = 0; v < kVectors; ++v) {
-      auto max = Math::minus_infinity();
-      for (int k = 0; k < keys && k < kRowsBeside; ++k) {
-        max = S::maximum(max, S::load(scores + k * kRows + v * S::kWidth));
-      }
-      begin_max(first_vector + v, max);
+      const auto& max = softmax_[first_vector + v].max;
+      if (S::any_greater(lowest, max) || !Weigher::is_near(max)) return false;
+      weigher[v] = Weigher(max, scale_of_weights_);
+      sum[v] = S::zero();
+      block_max[v] = Math::minus_infinity();
     }
+    return true;
   }
 
   /// Whether a row's maximum is too small now. Then passes follow.
@@ -589,8 +586,10 @@ class ForwardTile {
   KeyRange all_;  // keys that all rows see
   int64_t next_key_;
   int block_keys_;
-  int vectors_;            // that have rows
-  bool has_sums_ = false;  // in out_t_
+  int vectors_;             // that have rows
+  bool has_begun_ = false;  // to weigh
+  bool has_sums_ = false;   // in out_t_
+  bool has_masks_;
   bool drops_;
   T scale_of_scores_ = T(1), scale_of_weights_ = T(1);  // where Products do not scale
   int passes_to_come_ = 0;                              // before registers are tried

@@ -12,12 +12,11 @@ constexpr int kRowsBeside = 8;
 /// Pieces that the work on one vector of those rows comes in: two rows each.
 constexpr int kPiecesBeside = kRowsBeside / 2;
 
-/// C = A · B: take(first, x) gets rows first .. of C as x[kRowsBeside][kVectors], whose registers it
-/// leaves; if it returns false, that is the end. work(first, v, piece), v a Constant, is called for
-/// rows that it took, after which all pieces of one v follow each other. `rows` is a multiple of
-/// kRowsBeside.
+/// C = A · B: take(first, x) gets rows first .. of C as x[kRowsBeside][kVectors], whose registers
+/// it leaves. work(first, v, piece), v a Constant, is called for rows that it took: all pieces of
+/// one v after each other. `rows` is a multiple of kRowsBeside.
 template <class T, int kVectors, class Take, class Work>
-QKV_INLINE bool product_with_work(int64_t rows, int64_t depth, const T* a, int64_t a_row,
+QKV_INLINE void product_with_work(int64_t rows, int64_t depth, const T* a, int64_t a_row,
                                   const T* b, int64_t b_row, Take take, Work work) {
   using S = Simd<T>;
   const int64_t steps_of_piece = depth / (kVectors * kPiecesBeside);
@@ -57,12 +56,11 @@ QKV_INLINE bool product_with_work(int64_t rows, int64_t depth, const T* a, int64
       left -= steps_of_piece * kVectors * kPiecesBeside;
     }
     for (; left > 0; --left) step();
-    if (!take(first, sum)) return false;
+    take(first, sum);
   }
   for_each_vector([&](auto v) __attribute__((always_inline)) {
     for (int piece = 0; piece < kPiecesBeside; ++piece) work(rows - kRowsBeside, v, piece);
   });
-  return true;
 }
 
 }  // namespace qkv::kernels::QKV_ISA
