@@ -176,10 +176,10 @@ void run_splits(const kernels::BackwardParams<T>& backward, const Params& params
       pass.run(of_wave[w % 2], waves[w].first_head, unit_of_heads, scratch);
     };
     if (waves[w].groups.empty()) {
-      // Of a few heads those that are equally long side by side: under a causal mask the first are
-      // the longest, and threads are done as early.
+      // Units of several heads that are equally long go side by side, the longest first, as those
+      // are under a causal mask: so threads are done at the same time.
       const int64_t side_by_side = pass.sums ? waves[w].heads : 1;
-      return run(side_by_side == 1 ? unit : unit % side_by_side * pass.units + unit / side_by_side);
+      return run(unit % side_by_side * pass.units + unit / side_by_side);
     }
     for (const int64_t h : waves[w].groups[unit / pass.units]) {
       run(h * pass.units + unit % pass.units);

@@ -25,6 +25,7 @@
 #undef _mm512_cmpge_epu32_mask
 #undef _mm512_cvtps_ph
 #undef _mm512_extractf32x8_ps
+#undef _mm512_fpclass_ps_mask
 #undef _mm512_mask_blend_epi16
 #undef _mm512_reduce_ps
 #undef _mm512_shuffle_i32x4
@@ -283,6 +284,11 @@ inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
 }
 inline __mmask8 _mm512_cmp_pd_mask(__m512d a, __m512d b, int how) {
   return static_cast<__mmask8>(compare_lanes((DoubleLanes)a, (DoubleLanes)b, how));
+}
+/// Which are subnormal, the only kind that is asked for.
+inline __mmask16 _mm512_fpclass_ps_mask(__m512 x, int /*kinds*/) {
+  const Lanes32 bits = (Lanes32)x & 0x7fffffff;
+  return static_cast<__mmask16>(mask_of((bits != 0) & (bits < 0x00800000)));
 }
 inline __mmask16 _mm512_cmpge_epu32_mask(__m512i a, __m512i b) {
   return static_cast<__mmask16>(mask_of((Lanes32)a >= (Lanes32)b));

@@ -94,6 +94,8 @@ void numbers() {
   check("min_ps", _mm512_min_ps(floats({-0.0f}), floats({0.0f})), {kZero});
   check("cmp_ps, not less", (_mm512_cmp_ps_mask(nan, one, _CMP_NLT_UQ) & 3) == 1);
   check("cmp_ps, ordered", (_mm512_cmp_ps_mask(one, nan, _CMP_ORD_Q) & 3) == 2);
+  check("fpclass_ps, subnormal",
+        _mm512_fpclass_ps_mask(floats({0.0f, -0x1p-127f, 0x1p-126f, 0x1p-149f}), 0x20) == 0xa);
   check("fmadd_ps", _mm512_fmadd_ps(floats({1 + 0x1p-20f}), floats({1 - 0x1p-20f}), floats({-1})),
         {-0x1p-40f});
   check("fnmadd_ps", _mm512_fnmadd_ps(floats({1 + 0x1p-20f}), floats({1 - 0x1p-20f}), floats({1})),

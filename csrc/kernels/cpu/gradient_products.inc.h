@@ -8,16 +8,17 @@
 
 // What P and dS of a tile of rows and a block of keys (backward_tile.inc.h) add to the gradients:
 //
-//     dV += P dO          dK += dS Q            dQ += dSᵀ K          (dK and dQ times the scale in
-//     the end)
+//     dV += P dO          dK += dS Q            dQ += dSᵀ K
+//
+// and dK and dQ are multiplied by the scale in the end.
 //
 //     P, dS  keys [ rows -> ]   x   dO, Q  rows [ D -> ]     =   dV, dK  keys [ D -> ]
 //     Kᵀ       D  [ keys -> ]   x   dS     keys [ rows -> ]  =   dQᵀ       D [ rows -> ]
 
 namespace qkv::kernels::QKV_ISA {
 
-/// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of c have `width` numbers,
-/// whole vectors.
+/// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of c have `width` numbers, whole
+/// vectors.
 template <class T, int kRows, class Sum>
 inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t b_row,
                               int64_t width, Sums<Sum> c) {

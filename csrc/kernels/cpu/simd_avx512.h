@@ -59,16 +59,16 @@ struct Simd<float> {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
   }
   static QKV_INLINE void store_bfloat16(uint16_t* p, Number x) {
+    __m256i halves;
 #ifdef __AVX512BF16__
-    const auto halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));  // subnormal to 0
+    constexpr int kSubnormal = 0x20;  // which that instruction makes 0
+    if (__builtin_expect(_mm512_fpclass_ps_mask(x, kSubnormal) == 0, 1)) {
+      halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
+    } else {
+      halves = rounded_to_bfloat16(x);
+    }
 #else
-    const __m512i wide = _mm512_castps_si512(x);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(wide, 16), _mm512_set1_epi32(1));
-    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    const Mask number = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);  // NaN stays without its tail
-    const __m512i nan = _mm512_or_si512(wide, _mm512_set1_epi32(0x400000));
-    const __m512i rounded = _mm512_mask_add_epi32(nan, number, wide, half);
-    const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    halves = rounded_to_bfloat16(x);
 #endif
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
   }
@@ -114,6 +114,15 @@ struct Simd<float> {
  private:
   static QKV_INLINE Number widen_bfloat16(__m256i halves) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
+  static QKV_INLINE __m256i rounded_to_bfloat16(Number x) {
+    const __m512i wide = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(wide, 16), _mm512_set1_epi32(1));
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const Mask number = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);  // NaN stays without its tail
+    const __m512i nan = _mm512_or_si512(wide, _mm512_set1_epi32(0x400000));
+    const __m512i rounded = _mm512_mask_add_epi32(nan, number, wide, half);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
   }
 };
 
