@@ -362,6 +362,20 @@ TEST_P(Kernels, ProductsInBFloat16) {
   }
 }
 
+/// A row's largest score may be far above those of the keys before, in the same block or in a later
+/// one.
+TEST_P(Kernels, SharpScoresInBFloat16) {
+  if (table_->bfloat16_forward == nullptr) GTEST_SKIP() << "has none";
+  for (const double scale : {2.0, 6.0, 30.0}) {
+    for (const int64_t keys : {128, 200, 301, 700}) {
+      Shape shape{1, 1, 100, keys, 16, 8, {-1, -1, 0}};
+      shape.scale = scale;
+      const KernelRun<float> run(*table_, shape, 1, {table_->bfloat16_forward});
+      EXPECT_LT(run.errors().output, 1.5e-2) << scale << " keys " << keys;
+    }
+  }
+}
+
 /// The table with the kernels of float16; the rest of it is another's.
 class Float16Kernels : public Kernels {
  protected:

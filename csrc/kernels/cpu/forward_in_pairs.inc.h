@@ -249,7 +249,7 @@ class ForwardInPairs {
 
  private:
   /// for_each(use) calls use(k, v, x) for scores x of a few keys from k on, an even number; what
-  /// weigh makes of them is rounded to weights_, and added up to sums_of_weights_.
+  /// weigh makes of them is rounded to next_weights_, and added up to sums_of_weights_.
   template <int kVectors, class Weigh, class ForEach>
   QKV_INLINE void store_weights(int first_row, Weigh weigh, ForEach for_each) {
     S::Number sums[kVectors];

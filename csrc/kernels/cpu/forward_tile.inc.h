@@ -313,26 +313,44 @@ class ForwardTile {
     if constexpr (Products::kWeighsBeside) {
       products_.weights_go_after(0);
       if (!has_begun_ && !has_masks_ && are_plain(scores)) {
-        // Passes find maxima, under which the others can be weighed beside products.
-        const int first = keys < 2 * kFirstKeys ? keys : kFirstKeys;
-        weigh_some<kVectors>(first_key, first, first_vector, scores, stays, weights);
-        if (first == keys) return;
-        products_.weights_go_after(first);
-        first_key += first;
-        keys -= first;
-        weights += first * kRows;
+        weigh_first_block<kVectors>(first_key, keys, first_vector, scores, stays, weights);
+        return;
       }
     }
     weigh_some<kVectors>(first_key, keys, first_vector, scores, stays, weights);
+  }
+
+  /// The block that a tile begins with. Passes over its first keys find maxima, under which the
+  /// others can be weighed beside products.
+  template <int kVectors>
+  void weigh_first_block(int64_t first_key, int keys, int first_vector,
+                         const Scores<kVectors>& scores, const uint8_t* stays, T* weights) {
+    const int first = keys < 2 * kFirstKeys ? keys : kFirstKeys, others = keys - first;
+    weigh_some<kVectors>(first_key, first, first_vector, scores, stays, weights);
+    if (others == 0) return;
+    products_.weights_go_after(first);
+    T* const after = weights + first * kRows;
+    if (!weigh_some<kVectors>(first_key + first, others, first_vector, scores, stays, after))
+      return;
+    // The first weights are under maxima that are too small now: all again, of the scores that are
+    // still there.
+    for (int v = 0; v < kVectors; ++v) {
+      softmax_[first_vector + v].sum = S::zero();
+      block_max_[v] = Math::minus_infinity();
+    }
+    products_.weights_go_after(0);
+    weigh_scores<kVectors>(first_key, first, first_vector, stays, weights);
+    products_.weights_go_after(first);
+    weigh_scores<kVectors>(first_key + first, others, first_vector, stays, after);
   }
 
   /// At least. The largest of their weights is 1, which loses nothing when it is rounded; of more
   /// keys it is one of many.
   static constexpr int kFirstKeys = 64;
 
-  /// In registers, beside products, or in passes.
+  /// In registers, beside products, or in passes. Whether a maximum was raised.
   template <int kVectors>
-  void weigh_some(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
+  bool weigh_some(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
                   const uint8_t* stays, T* weights) {
     const NextKeys next = keys_to_fetch(first_key, keys);
     Found found = kNothing;
@@ -352,11 +370,11 @@ class ForwardTile {
         with_constant(!are_plain(scores), weigh_now);
       }
     }
-    if (found == kWeights) return;
+    if (found == kWeights) return false;
     if (found == kNothing) {
       find_scores<kVectors>(first_key, keys, first_vector, scores, next, weights);
     }
-    weigh_scores<kVectors>(first_key, keys, first_vector, stays, weights);
+    return weigh_scores<kVectors>(first_key, keys, first_vector, stays, weights);
   }
 
   /// Whether scores are weighed as they leave their product, and no weight is dropped.
@@ -480,11 +498,11 @@ class ForwardTile {
     for (int v = 0; v < kVectors; ++v) block_max_[v] = scaled(block_max_[v], scale_of_weights_);
   }
 
-  /// P of S and its maxima.
+  /// P of S and its maxima. Whether one was raised.
   template <int kVectors>
-  void weigh_scores(int64_t first_key, int keys, int first_vector, const uint8_t* stays,
+  bool weigh_scores(int64_t first_key, int keys, int first_vector, const uint8_t* stays,
                     T* weights) {
-    raise_max<kVectors>(first_vector);
+    const bool raised = raise_max<kVectors>(first_vector);
     Weigher weigher[kVectors];
     Number sum[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -499,6 +517,7 @@ class ForwardTile {
           drop(stays, k, v, x);
         });
     add_to_sums<kVectors>(sum, first_vector);
+    return raised;
   }
 
   /// Those of some keys, summed before they are added, as O is in multiply_add.
@@ -541,26 +560,27 @@ class ForwardTile {
   /// Rows whose maximum has grown too far shrink what they have summed under the smaller one. A row
   /// decides for itself: its bits must not depend on its neighbours.
   template <int kVectors>
-  void raise_max(int first_vector) {
+  bool raise_max(int first_vector) {
     bool grows = false;
     for (int v = 0; v < kVectors; ++v) {
       grows |= S::any_greater(block_max_[v], softmax_[first_vector + v].limit());
     }
     if (passes_to_come_ > 0) passes_to_come_ = grows ? kPassesAfterGrowth : passes_to_come_ - 1;
-    if (!grows) return;
+    if (!grows) return false;
     Number correction[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       auto& softmax = softmax_[first_vector + v];
       const auto too_small = S::less(softmax.limit(), block_max_[v]);
       correction[v] = softmax.raise_max(S::select(too_small, block_max_[v], softmax.max));
     }
-    if (!has_sums_) return;
+    if (!has_sums_) return true;
     for (int64_t d = 0; d < Products::out_rows(p_); ++d) {
       for (int v = 0; v < kVectors; ++v) {
         T* o = out_t_ + d * kRows + (first_vector + v) * S::kWidth;
         S::store(o, S::load(o) * correction[v]);
       }
     }
+    return true;
   }
 
   // Where a row has outgrown its maximum, and what registers did was in vain, others soon will, and

@@ -13,7 +13,7 @@ alignas(64) inline constexpr int32_t kFractionsOfPowers[] = {
     0x3504f3, 0x3d08a4, 0x45672a, 0x4e248c, 0x5744fd, 0x60ccdf, 0x6ac0c7, 0x75257d};
 
 /// A Power of RoughWeigher: 2^(x / 16) = 2^n · 2^(i / 16) · 2^(r / 16) with 16 n + i + r = x and
-/// |r| <= 1/2, to within 6e-7. 0 under 2^-90, NaN stays NaN.
+/// |r| <= 1/2, to within 6e-7 from 2^-89 on. 0 under 2^-90, NaN stays NaN.
 struct PowerByTable {
   using S = Simd<float>;
   static constexpr float kUnits = 16;
