@@ -223,19 +223,6 @@ class ForwardTile {
     }
   }
 
-  /// What is read after the scores of some keys: their values and the keys after them.
-  struct NextKeys {
-    bool any;
-    NextRows values;
-    NextRows keys;
-
-    QKV_INLINE void fetch(int64_t first, int count) const {
-      if (!any) return;
-      values.fetch(first, count);
-      keys.fetch(first, count);
-    }
-  };
-
   NextKeys keys_to_fetch(int64_t first_key, int keys) const {
     if (!fetches_) return {false, {}, {}};
     const int64_t after = first_key + keys;
@@ -412,7 +399,10 @@ class ForwardTile {
           if constexpr (kChanges != kNone) drop(stays, k, v, x);
         });
     for (auto& max : block_max) max = scaled(max, scale_of_weights_);
-    if (outgrow<kVectors>(block_max, first_vector)) return kNothing;
+    if (outgrow<kVectors>(block_max, first_vector)) {
+      passes_to_come_ = kPassesAfterGrowth;
+      return kNothing;
+    }
     add_to_sums<kVectors>(sum, first_vector);
     return kWeights;
   }
@@ -443,7 +433,10 @@ class ForwardTile {
           add_few(x, sum[v]);
         });
     for (int v = 0; v < kVectors; ++v) block_max_[v] = scaled(block_max[v], scale_of_weights_);
-    if (outgrow<kVectors>(block_max_, first_vector)) return kScores;
+    if (outgrow<kVectors>(block_max_, first_vector)) {
+      passes_to_come_ = kPassesAfterGrowth;
+      return kScores;
+    }
     add_to_sums<kVectors>(sum, first_vector);
     return kWeights;
   }
@@ -463,14 +456,13 @@ class ForwardTile {
     return true;
   }
 
-  /// Whether a row's maximum is too small now. Then passes follow.
+  /// Whether a row's maximum is too small for these.
   template <int kVectors>
-  bool outgrow(const Number* block_max, int first_vector) {
+  bool outgrow(const Number* block_max, int first_vector) const {
     bool grows = false;
     for (int v = 0; v < kVectors; ++v) {
       grows |= S::any_greater(block_max[v], softmax_[first_vector + v].limit());
     }
-    if (grows) passes_to_come_ = kPassesAfterGrowth;
     return grows;
   }
 
@@ -537,18 +529,6 @@ class ForwardTile {
     }
   }
 
-  template <int kCount>
-  static constexpr int count_of(const Number (&)[kCount]) {
-    return kCount;
-  }
-
-  /// sum += x, weights of one vector of rows and a few keys
-  template <int kCount>
-  static QKV_INLINE void add_few(const Number (&x)[kCount], Number& sum) {
-#pragma GCC unroll 4
-    for (const auto& weight : x) sum = sum + weight;
-  }
-
   /// Those weights, of keys from k on, become 0 where they are dropped.
   template <int kCount>
   static QKV_INLINE void drop(const uint8_t* stays, int64_t k, int v, Number (&x)[kCount]) {
@@ -561,10 +541,7 @@ class ForwardTile {
   /// decides for itself: its bits must not depend on its neighbours.
   template <int kVectors>
   bool raise_max(int first_vector) {
-    bool grows = false;
-    for (int v = 0; v < kVectors; ++v) {
-      grows |= S::any_greater(block_max_[v], softmax_[first_vector + v].limit());
-    }
+    const bool grows = outgrow<kVectors>(block_max_, first_vector);
     if (passes_to_come_ > 0) passes_to_come_ = grows ? kPassesAfterGrowth : passes_to_come_ - 1;
     if (!grows) return false;
     Number correction[kVectors];

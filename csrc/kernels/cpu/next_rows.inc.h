@@ -26,6 +26,19 @@ struct NextRows {
   }
 };
 
+/// What a forward tile reads after the scores of some keys: their values and the keys after them.
+struct NextKeys {
+  bool any;
+  NextRows values;
+  NextRows keys;
+
+  QKV_INLINE void fetch(int64_t first, int count) const {
+    if (!any) return;
+    values.fetch(first, count);
+    keys.fetch(first, count);
+  }
+};
+
 /// Those that one of several passes over keys fetches, spread evenly over its keys: memory is not
 /// asked for all of them in the first pass and for none in the others.
 class ShareOfNextRows {

@@ -59,18 +59,14 @@ struct Simd<float> {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
   }
   static QKV_INLINE void store_bfloat16(uint16_t* p, Number x) {
-    __m256i halves;
+    const auto to = reinterpret_cast<__m256i*>(p);
 #ifdef __AVX512BF16__
     constexpr int kSubnormal = 0x20;  // which that instruction makes 0
     if (__builtin_expect(_mm512_fpclass_ps_mask(x, kSubnormal) == 0, 1)) {
-      halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
-    } else {
-      halves = rounded_to_bfloat16(x);
+      return _mm256_storeu_si256(to, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
     }
-#else
-    halves = rounded_to_bfloat16(x);
 #endif
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
+    _mm256_storeu_si256(to, rounded_to_bfloat16(x));
   }
   static QKV_INLINE void store_float16(uint16_t* p, Number x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),

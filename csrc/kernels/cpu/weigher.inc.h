@@ -6,6 +6,18 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+template <class Number, int kCount>
+constexpr int count_of(const Number (&)[kCount]) {
+  return kCount;
+}
+
+/// sum += x, weights of one vector of rows and a few keys
+template <class Number, int kCount>
+QKV_INLINE void add_few(const Number (&x)[kCount], Number& sum) {
+#pragma GCC unroll 4
+  for (const auto& weight : x) sum = sum + weight;
+}
+
 /// As exactly as T has them.
 template <class T>
 class ExactWeigher {
