@@ -7,6 +7,7 @@
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/power_by_table.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/values_in_lanes.inc.h"
 #include "kernels/cpu/work_beside.inc.h"
 
 // The products of a forward tile in bfloat16, two terms at a time, summed in float32:
@@ -212,6 +213,12 @@ class ForwardInPairs {
     const int64_t row = p_.value.row_stride;
     const BFloat16* values = values_ + first_key * row;
     const bool poisoned = bits != nullptr && !all_finite<float>(values, row, keys, p_.value_dim);
+    add_sums_of_weights<kVectors>(out);
+    if (takes_values_in_lanes<float, kVectors>(keys) && keys % 2 == 0 && !poisoned &&
+        !turn_.has(first_key, keys)) {
+      add_values_where_they_lie(keys, values, weights_ + first_row, out);
+      return;
+    }
     const BFloat16Pair* pairs = block_values_;
     if (turn_.has(first_key, keys) && !poisoned) {
       pairs = turn_.values(first_key);
@@ -221,11 +228,6 @@ class ForwardInPairs {
         set_non_finite_to_zero((keys + 1) / 2 * round_up_to_vector<float>(p_.value_dim),
                                block_values_);
       }
-    }
-    float* sums = out_t + row_of_sums(p_) * kRows;
-    for (int v = 0; v < kVectors; ++v, sums += S::kWidth) {
-      const auto so_far = out.has_any ? S::load(sums) : S::zero();
-      S::store(sums, so_far + sums_of_weights_[v]);
     }
     const BFloat16Pair* weights = weights_ + first_row;
     const bool has_any = out.has_any;
@@ -248,6 +250,47 @@ class ForwardInPairs {
   }
 
  private:
+  template <int kVectors>
+  void add_sums_of_weights(Sums<float> out) const {
+    float* sums = out.first + row_of_sums(p_) * kRows;
+    for (int v = 0; v < kVectors; ++v, sums += S::kWidth) {
+      const auto so_far = out.has_any ? S::load(sums) : S::zero();
+      S::store(sums, so_far + sums_of_weights_[v]);
+    }
+  }
+
+  /// Of one vector of rows; an even number of keys, of which two are interleaved in registers.
+  void add_values_where_they_lie(int keys, const BFloat16* values, const BFloat16Pair* weights,
+                                 Sums<float> out) const {
+    const int64_t row = p_.value.row_stride;
+    for (int64_t d = 0; d < p_.value_dim; d += S::kWidth) {
+      const int64_t left = p_.value_dim - d;
+      const int columns = left < S::kWidth ? static_cast<int>(left) : S::kWidth;
+      S::Number sum[S::kWidth];
+      float* const lines = out.first + d * kRows;
+      for (int c = 0; c < S::kWidth; ++c) {
+        sum[c] = out.has_any && c < columns ? S::load(lines + c * kRows) : S::zero();
+      }
+      transpose<float>(sum);
+      with_constant(columns == S::kWidth, [&](auto whole) __attribute__((always_inline)) {
+        const __mmask16 lanes = first_lanes(columns);
+        const auto wide = [=](const BFloat16* x) __attribute__((always_inline)) {
+          return _mm512_cvtepu16_epi32(
+              whole() != 0 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))
+                           : _mm256_maskz_loadu_epi16(lanes, x));
+        };
+        const auto load = [=](int64_t k) __attribute__((always_inline)) {
+          const BFloat16* first = values + 2 * k * row + d;
+          return reinterpret_cast<Pairs::Factor>(
+              _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(first + row), 16)));
+        };
+        add_values_in_lanes(keys / 2, weights, kRows, load, sum);
+      });
+      transpose<float>(sum);
+      for (int c = 0; c < columns; ++c) S::store(lines + c * kRows, sum[c]);
+    }
+  }
+
   /// for_each(use) calls use(k, v, x) for scores x of a few keys from k on, an even number; what
   /// weigh makes of them is rounded to next_weights_, and added up to sums_of_weights_.
   template <int kVectors, class Weigh, class ForEach>

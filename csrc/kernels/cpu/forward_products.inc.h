@@ -5,6 +5,7 @@
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/values_in_lanes.inc.h"
 #include "kernels/cpu/weights_in_place.inc.h"
 
 // The products of a forward tile in float32 or float64. K and V are read where they lie; those
@@ -115,6 +116,11 @@ class ForwardProducts
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int, const T* weights, const uint8_t* bits,
                   Sums<T> out_t) const {
+    if (takes_values_in_lanes<T, kVectors>(keys) && bits == nullptr &&
+        p_.key_value_storage != Storage::kSame && !turn_.has(first_key, keys)) {
+      add_stored_values(first_key, keys, weights, out_t);
+      return;
+    }
     const Rows<T> stored = turn_.has(first_key, keys)
                                ? turn_.value(first_key)
                                : rows_of(p_.value, first_key, keys, p_.value_dim);
@@ -130,6 +136,17 @@ class ForwardProducts
   }
 
  private:
+  /// Of one vector of rows.
+  void add_stored_values(int64_t first_key, int keys, const T* weights, Sums<T> out_t) const {
+    const int64_t stride = p_.value.row_stride;
+    with_stored<T>(p_.key_value_storage, [&](auto stored) {
+      using Stored = decltype(stored);
+      const Stored* values =
+          tile_.template stored_keys_of_head<Stored>(p_.value) + first_key * stride;
+      add_values_in_lanes<T>(p_.value_dim, keys, values, stride, weights, kRows, out_t);
+    });
+  }
+
   Rows<T> rows_of(const Operand<const T>& x, int64_t first_key, int keys, int64_t width) const {
     return rows_of_block(tile_, x, p_.key_value_storage, first_key, keys, width, block_);
   }

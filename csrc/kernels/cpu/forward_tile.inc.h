@@ -129,11 +129,18 @@ class ForwardTile {
     alignas(64) T max[kRows], sum[kRows], factor[kRows];
     begin_sums();
     store_softmax(max, sum, factor);
+    const int64_t row = partial_row(p_);
+    for (int r = 0; r < tile_.rows; r += S::kWidth) {
+      T* to[S::kWidth];
+      for (int l = 0; l < S::kWidth; ++l) {
+        to[l] = r + l < tile_.rows ? partial + (r + l) * row : nullptr;
+      }
+      transpose_columns<T>(out_t_ + r, kRows, p_.value_dim, S::load(factor + r), to);
+    }
     for (int r = 0; r < tile_.rows; ++r) {
-      T* to = partial + r * partial_row(p_);
-      for (int64_t d = 0; d < p_.value_dim; ++d) to[d] = factor[r] * out_t_[d * kRows + r];
-      to[p_.value_dim] = max[r];
-      to[p_.value_dim + 1] = sum[r];
+      T* to = partial + r * row + p_.value_dim;
+      to[0] = max[r];
+      to[1] = sum[r];
     }
   }
 
