@@ -73,15 +73,25 @@ struct OutputTangent {
 
   /// Of the block that work has loaded, if it takes_means. Its tiles become P and S'.
   QKV_ONE_COPY void add_to_means(int keys) {
-    work.for_each_pair(
-        keys, [&](int at, int v, auto, auto, Number weight, Number score_t)
-                  __attribute__((always_inline)) {
-                    T *of_weights = weights + v * S::kWidth, *of_moved = mean + v * S::kWidth;
-                    S::store(of_weights, S::load(of_weights) + weight);
-                    S::store(of_moved, S::fma(weight, score_t, S::load(of_moved)));
-                    S::store(work.p_tile + at, weight);
-                    S::store(work.scores_t + at, score_t);
-                  });
+    struct Sums {
+      Number weights, moved;
+    };
+    work.template for_each_pair</*kWeights=*/false>(
+        keys,
+        [&](int v) __attribute__((always_inline)) {
+          return Sums{S::load(weights + v * S::kWidth), S::load(mean + v * S::kWidth)};
+        },
+        [&](Sums& sums, int at, auto, auto, Number weight, Number score_t)
+            __attribute__((always_inline)) {
+              sums.weights = sums.weights + weight;
+              sums.moved = S::fma(weight, score_t, sums.moved);
+              S::store(work.p_tile + at, weight);
+              S::store(work.scores_t + at, score_t);
+            },
+        [&](int v, const Sums& sums) __attribute__((always_inline)) {
+          S::store(weights + v * S::kWidth, sums.weights);
+          S::store(mean + v * S::kWidth, sums.moved);
+        });
   }
 
   /// After all blocks.
@@ -99,24 +109,9 @@ struct OutputTangent {
   /// they may be the same.
   template <bool kKeepsWeights>
   QKV_ONE_COPY void add_block(int keys, bool has_weights, T* moved, T* still) {
-    const bool writes_still = !kKeepsWeights || still != work.p_tile;
-    const auto weigh = [&](int at, int v, auto, auto dropped, Number weight, Number score_t)
-        __attribute__((always_inline)) {
-      const auto weighted = weight * (score_t - S::load(mean + v * S::kWidth));
-      T* sum = lse_t + v * S::kWidth;
-      S::store(sum, S::load(sum) + weighted);
-      if constexpr (kKeepsWeights) {
-        S::store(work.p_tile + at, weight);
-        S::store(work.scores_t + at, score_t);
-      }
-      if (writes_still) S::store(still + at, dropped(weight));
-      S::store(moved + at, dropped(weighted));
-    };
-    if (has_weights) {
-      work.template for_each_pair</*kWeights=*/true>(keys, weigh);
-    } else {
-      work.for_each_pair(keys, weigh);
-    }
+    with_constant(has_weights, [&](auto has) __attribute__((always_inline)) {
+      weigh_block<has() != 0, kKeepsWeights>(keys, moved, still);
+    });
     if (work.scores_move()) {
       if constexpr (Products::kRoundsTiles) {
         work.products.add_to_rows(kValue, moved, out_t, rounded);
@@ -151,6 +146,35 @@ struct OutputTangent {
   }
 
  private:
+  template <bool kHasWeights, bool kKeepsWeights>
+  void weigh_block(int keys, T* moved, T* still) {
+    const bool has_still = (kHasWeights || kKeepsWeights) && still == work.p_tile &&
+                           work.p.dropout.threshold == 0;
+    const bool writes_still = work.along.value.data != nullptr && !has_still;
+    struct OfRows {
+      Number mean, lse_t;
+    };
+    work.template for_each_pair<kHasWeights>(
+        keys,
+        [&](int v) __attribute__((always_inline)) {
+          return OfRows{S::load(mean + v * S::kWidth), S::load(lse_t + v * S::kWidth)};
+        },
+        [&](OfRows& rows, int at, auto, auto dropped, Number weight, Number score_t)
+            __attribute__((always_inline)) {
+              const auto weighted = weight * (score_t - rows.mean);
+              rows.lse_t = rows.lse_t + weighted;
+              if constexpr (kKeepsWeights && !kHasWeights) {
+                S::store(work.p_tile + at, weight);
+                S::store(work.scores_t + at, score_t);
+              }
+              if (writes_still) S::store(still + at, dropped(weight));
+              S::store(moved + at, dropped(weighted));
+            },
+        [&](int v, const OfRows& rows) __attribute__((always_inline)) {
+          S::store(lse_t + v * S::kWidth, rows.lse_t);
+        });
+  }
+
   struct Sink {
     T weight = T(0), moves = T(0);
   };

@@ -150,19 +150,25 @@ struct BackwardTangentTile : TangentTile<Products> {
     } else {
       set_to_zero(ds_t_tile, size);
     }
-    const auto derive = [&](int at, int v, auto kept, auto dropped, Number weight, Number score_t)
-        __attribute__((always_inline)) {
+    struct OfRows {
+      Number delta, lse_t, delta_t;
+    };
+    const auto begin = [&](int v) __attribute__((always_inline)) {
       const int r = v * S::kWidth;
+      return OfRows{S::load(delta + r), S::load(lse_t + r), S::load(delta_t + r)};
+    };
+    const auto derive = [&](const OfRows& rows, int at, auto kept, auto dropped, Number weight,
+                            Number score_t) __attribute__((always_inline)) {
       const auto dp = dropped(S::load(ds_tile + at));
       const auto dp_t = dropped(S::load(ds_t_tile + at));
-      const auto ds = weight * (dp - S::load(delta + r));
-      const auto growth = score_t - S::load(lse_t + r);  // P' / P
-      const auto ds_t = S::fma(growth, ds, weight * (dp_t - S::load(delta_t + r)));
+      const auto ds = weight * (dp - rows.delta);
+      const auto growth = score_t - rows.lse_t;  // P' / P
+      const auto ds_t = S::fma(growth, ds, weight * (dp_t - rows.delta_t));
       S::store(this->p_tile + at, kept(dropped(weight * growth)));
       S::store(ds_tile + at, kept(ds));
       S::store(ds_t_tile + at, kept(ds_t));
     };
-    this->template for_each_pair<kWeights>(keys, derive);
+    this->template for_each_pair<kWeights>(keys, begin, derive, [](int, const OfRows&) {});
   }
 };
 

@@ -162,31 +162,35 @@ struct TangentTile {
     return *state;
   }
 
-  /// f(at, v, kept, dropped, P, S') for the pairs at offset `at` of a tile, in vector v of the
-  /// rows. kept(x) is 0 for a pair that is not kept, as x may be NaN there (P and S' are 0
-  /// already); dropped(x) is R ∘ x. kWeights: the tiles have P and S' as f was told of them before,
-  /// and not the scores.
-  template <bool kWeights = false, class F>
-  void for_each_pair(int keys, F f) const {
+  /// For each vector v of the rows: x = begin(v), f(x, at, kept, dropped, P, S') for its pairs, at
+  /// offset `at` of a tile, and end(v, x). What x has stays in registers. kept(y) is 0 for a pair
+  /// that is not kept, as y may be NaN there (P and S' are 0 already); dropped(y) is R ∘ y.
+  /// kWeights: the tiles have P and S' as f was told of them before, and not the scores.
+  template <bool kWeights, class Begin, class F, class End>
+  void for_each_pair(int keys, Begin begin, F f, End end) const {
     const bool partial = *state == TileState::kPartial, drops = p.dropout.threshold != 0;
     const auto scale = S::set(dropout_scale<T>(p.dropout)), one = S::set(T(1));
     if (!partial && !drops) {
       for_each_weight<kWeights>(
-          keys, [&](int, int at, int v, Number weight, Number score_t) __attribute__((
-                    always_inline)) { f(at, v, AllPairs<T>{}, AllPairs<T>{}, weight, score_t); });
+          keys, begin,
+          [&](auto& x, int, int at, int, Number weight, Number score_t) __attribute__((
+              always_inline)) { f(x, at, AllPairs<T>{}, AllPairs<T>{}, weight, score_t); },
+          end);
       return;
     }
     for_each_weight<kWeights>(
-        keys, [&](int k, int at, int v, Number weight,
-                  Number score_t) __attribute__((always_inline)) {
+        keys, begin,
+        [&](auto& x, int k, int at, int v, Number weight,
+            Number score_t) __attribute__((always_inline)) {
           const auto marked = [&](bool some, const uint8_t* bits) __attribute__((always_inline)) {
             return some ? S::bit_of_bytes(bits + k / 8 * kRows + v * S::kWidth, k % 8)
                         : S::equal(one, one);
           };
           const MarkedPairs<T> kept{marked(partial, mask.bits), one};
           const MarkedPairs<T> dropped{marked(drops, stays), scale};
-          f(at, v, kept, dropped, kept(weight), kept(score_t));
-        });
+          f(x, at, kept, dropped, kept(weight), kept(score_t));
+        },
+        end);
   }
 
  private:
@@ -230,21 +234,23 @@ struct TangentTile {
     }
   }
 
-  template <bool kWeights, class F>
-  QKV_INLINE void for_each_weight(int keys, F f) const {
+  template <bool kWeights, class Begin, class F, class End>
+  QKV_INLINE void for_each_weight(int keys, Begin begin, F f, End end) const {
     for (int v = 0; v < vectors(); ++v) {
       const auto row_lse = S::load(lse + v * S::kWidth);
       const auto row_rest = S::load(lse_rest + v * S::kWidth);
+      auto x = begin(v);
       for (int k = 0; k < keys; ++k) {
         const int at = k * kRows + v * S::kWidth;
         if constexpr (kWeights) {
-          f(k, at, v, S::load(p_tile + at), S::load(scores_t + at));
+          f(x, k, at, v, S::load(p_tile + at), S::load(scores_t + at));
         } else {
           // As in the backward: rounding can leave a score of 1e8 above its lse.
           const auto below = S::minimum(S::zero(), scaled(p_tile + at) - row_lse - row_rest);
-          f(k, at, v, exp_of_nonpositive<T>(below), scaled(scores_t + at));
+          f(x, k, at, v, exp_of_nonpositive<T>(below), scaled(scores_t + at));
         }
       }
+      end(v, x);
     }
   }
 };
