@@ -71,7 +71,7 @@ struct OutputTangent {
     set_to_zero(weights, kRows);
   }
 
-  /// Of the block that work has loaded, if it takes_means. Its tiles become P and S'.
+  /// Of the block that work has loaded, if it takes_means. Its tile of S becomes P.
   QKV_ONE_COPY void add_to_means(int keys) {
     struct Sums {
       Number weights, moved;
@@ -81,12 +81,11 @@ struct OutputTangent {
         [&](int v) __attribute__((always_inline)) {
           return Sums{S::load(weights + v * S::kWidth), S::load(mean + v * S::kWidth)};
         },
-        [&](Sums& sums, int at, auto, auto, Number weight, Number score_t)
+        [&](Sums& sums, auto, int at, auto, auto, Number weight, Number score_t)
             __attribute__((always_inline)) {
               sums.weights = sums.weights + weight;
               sums.moved = S::fma(weight, score_t, sums.moved);
               S::store(work.p_tile + at, weight);
-              S::store(work.scores_t + at, score_t);
             },
         [&](int v, const Sums& sums) __attribute__((always_inline)) {
           S::store(weights + v * S::kWidth, sums.weights);
@@ -104,21 +103,31 @@ struct OutputTangent {
 
   /// Of the block that work has loaded. R ∘ P ∘ (S' - mean) and R ∘ P go to the tiles `moved` and
   /// `still`.
-  /// has_weights: work's own tiles have P and S', as after add_to_means.
-  /// kKeepsWeights: they take P and S', and `still` may be that of P if nothing is dropped; else
+  /// has_weights: work's own tile has P, as after add_to_means.
+  /// kKeepsWeights: it takes P, and `still` may be that of P if nothing is dropped; else
   /// they may be the same.
   template <bool kKeepsWeights>
   QKV_ONE_COPY void add_block(int keys, bool has_weights, T* moved, T* still) {
     with_constant(has_weights, [&](auto has) __attribute__((always_inline)) {
-      weigh_block<has() != 0, kKeepsWeights>(keys, moved, still);
-    });
-    if (work.scores_move()) {
+      constexpr bool kHasWeights = has() != 0;
       if constexpr (Products::kRoundsTiles) {
-        work.products.add_to_rows(kValue, moved, out_t, rounded);
-      } else {
-        work.products.add_to_rows(kValue, moved, out_t);
+        if (work.products.rounds_tiles()) {
+          weigh_in_pairs<kHasWeights, kKeepsWeights>(keys);
+          return;
+        }
+      }
+      weigh_block<kHasWeights, kKeepsWeights>(keys, moved, still);
+    });
+    if constexpr (Products::kRoundsTiles) {
+      if (work.products.rounds_tiles()) {
+        if (work.scores_move()) work.products.add_pairs_to_rows(kValue, kMoved, out_t);
+        if (work.along.value.data != nullptr) {
+          work.products.add_pairs_to_rows(kValueT, kStill, out_t);
+        }
+        return;
       }
     }
+    if (work.scores_move()) work.products.add_to_rows(kValue, moved, out_t);
     if (work.along.value.data != nullptr) work.products.add_to_rows(kValueT, still, out_t);
   }
 
@@ -159,19 +168,62 @@ struct OutputTangent {
         [&](int v) __attribute__((always_inline)) {
           return OfRows{S::load(mean + v * S::kWidth), S::load(lse_t + v * S::kWidth)};
         },
-        [&](OfRows& rows, int at, auto, auto dropped, Number weight, Number score_t)
+        [&](OfRows& rows, auto, int at, auto, auto dropped, Number weight, Number score_t)
             __attribute__((always_inline)) {
               const auto weighted = weight * (score_t - rows.mean);
               rows.lse_t = rows.lse_t + weighted;
-              if constexpr (kKeepsWeights && !kHasWeights) {
-                S::store(work.p_tile + at, weight);
-                S::store(work.scores_t + at, score_t);
-              }
+              if constexpr (kKeepsWeights && !kHasWeights) S::store(work.p_tile + at, weight);
               if (writes_still) S::store(still + at, dropped(weight));
               S::store(moved + at, dropped(weighted));
             },
         [&](int v, const OfRows& rows) __attribute__((always_inline)) {
           S::store(lse_t + v * S::kWidth, rows.lse_t);
+        });
+  }
+
+  /// The same to pairs of products, rounded.
+  template <bool kHasWeights, bool kKeepsWeights>
+  void weigh_in_pairs(int keys) {
+    const bool writes_still = work.along.value.data != nullptr;
+    using Pairs = typename Products::Pairs;
+    auto *const moved = work.products.pairs(kMoved), *const still = work.products.pairs(kStill);
+    struct OfRows {
+      Number mean, lse_t, rounded, first_moved, first_still;
+      int at;  // of the next pair
+    };
+    const auto put = [&](OfRows& rows, Number second_moved, Number second_still)
+        __attribute__((always_inline)) {
+          const auto pair = Pairs::round(rows.first_moved, second_moved);
+          rows.rounded = Pairs::add(pair, rows.rounded);
+          Pairs::store(moved + rows.at, pair);
+          if (writes_still) {
+            Pairs::store(still + rows.at, Pairs::round(rows.first_still, second_still));
+          }
+          rows.at += kRows;
+        };
+    work.template for_each_pair<kHasWeights>(
+        keys,
+        [&](int v) __attribute__((always_inline)) {
+          const int r = v * S::kWidth;
+          return OfRows{S::load(mean + r), S::load(lse_t + r), S::zero(), S::zero(), S::zero(), r};
+        },
+        [&](OfRows& rows, auto second, int at, auto, auto dropped, Number weight, Number score_t)
+            __attribute__((always_inline)) {
+              const auto weighted = weight * (score_t - rows.mean);
+              rows.lse_t = rows.lse_t + weighted;
+              if constexpr (kKeepsWeights && !kHasWeights) S::store(work.p_tile + at, weight);
+              if constexpr (second() != 0) {
+                put(rows, dropped(weighted), dropped(weight));
+              } else {
+                rows.first_moved = dropped(weighted);
+                rows.first_still = dropped(weight);
+              }
+            },
+        [&](int v, OfRows& rows) __attribute__((always_inline)) {
+          if (keys % 2 != 0) put(rows, S::zero(), S::zero());
+          S::store(lse_t + v * S::kWidth, rows.lse_t);
+          T* sum = rounded + v * S::kWidth;
+          S::store(sum, S::load(sum) + rows.rounded);
         });
   }
 

@@ -157,7 +157,7 @@ struct BackwardTangentTile : TangentTile<Products> {
       const int r = v * S::kWidth;
       return OfRows{S::load(delta + r), S::load(lse_t + r), S::load(delta_t + r)};
     };
-    const auto derive = [&](const OfRows& rows, int at, auto kept, auto dropped, Number weight,
+    const auto derive = [&](const OfRows& rows, auto, int at, auto kept, auto dropped, Number weight,
                             Number score_t) __attribute__((always_inline)) {
       const auto dp = dropped(S::load(ds_tile + at));
       const auto dp_t = dropped(S::load(ds_t_tile + at));

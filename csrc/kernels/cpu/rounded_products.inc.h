@@ -25,39 +25,88 @@ class RoundedProducts : public VectorProducts<InPairs> {
   using Pairs = Simd<BFloat16Pair>;
   static constexpr bool kRoundsTiles = true;
 
-  bool rounds_tiles() const { return m_.p.keys >= kForwardBlockKeys; }
+  bool rounds_tiles() const { return rounds_tiles_of(m_.p); }
+
+  /// The keys' matrices in pairs of keys, of a head whose tiles share them.
+  static int64_t prepared_bytes(const TangentMatrices<float>& matrices) {
+    const Problem<float>& p = matrices.p;
+    if (!rounds_tiles_of(p) || rows_of_kv_head(p) <= kRows) return 0;
+    int64_t pairs = 0;
+    for_each_in_pairs(matrices, [&](OfKeys, int64_t size) { pairs += size; });
+    const int64_t bytes = pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
+    return p.batch * p.kv_heads * bytes <= kMostBytesOfCopies ? bytes : 0;
+  }
+  static void prepare(const TangentMatrices<float>& matrices, const RowTile<kRows>& tile,
+                      void* prepared) {
+    const KeyRange keys = keys_to_copy(matrices.p);
+    if (prepared == nullptr || keys.empty()) return;
+    auto* to = static_cast<BFloat16Pair*>(prepared);
+    for_each_in_pairs(matrices, [&](OfKeys x, int64_t size) {
+      const int64_t width = matrices.width(x), stride = matrices.keys[x].row_stride;
+      pack_keys_in_pairs(
+          tile.stored_keys_of_head<BFloat16>(matrices.keys[x]) + keys.begin * stride, stride,
+          keys.end - keys.begin, width, to + keys.begin / 2 * round_up_to_vector<float>(width));
+      to += size;
+    });
+  }
 
   static int64_t scratch_numbers(const TangentMatrices<float>& matrices) {
-    return Base::scratch_numbers(matrices) + numbers_of_keys(matrices.p) + kNumbersOfTile;
+    return Base::scratch_numbers(matrices) + numbers_of_keys(matrices.p) + 2 * kNumbersOfTile;
   }
 
   RoundedProducts(const TangentMatrices<float>& matrices, void* prepared, float* scratch)
-      : Base(matrices, prepared, scratch) {
+      : Base(matrices, nullptr, scratch) {
+    auto* pairs = static_cast<const BFloat16Pair*>(prepared);
+    for_each_in_pairs(matrices, [&](OfKeys x, int64_t size) {
+      if (pairs == nullptr) return;
+      prepared_[x] = pairs;
+      pairs += size;
+    });
     key_pairs_ = reinterpret_cast<BFloat16Pair*>(scratch + Base::scratch_numbers(matrices));
     tile_pairs_ = key_pairs_ + numbers_of_keys(matrices.p);
   }
 
-  /// c[width][rows] += Xᵀ b for b[keys][rows]; what b adds up to as rounded is added to sums[rows],
-  /// unless that is nullptr
-  QKV_ONE_COPY void add_to_rows(OfKeys x, const float* b, float* c, float* sums = nullptr) {
+  /// Room for two tiles in pairs of keys.
+  BFloat16Pair* pairs(TileInPairs tile) const { return tile_pairs_ + tile * kNumbersOfTile; }
+
+  /// c[width][rows] += Xᵀ b for b[keys][rows]
+  QKV_ONE_COPY void add_to_rows(OfKeys x, const float* b, float* c) {
     if (!rounds_tiles()) return Base::add_to_rows(x, b, c);
+    round_keys(b, pairs(kMoved));
+    add_pairs_to_rows(x, kMoved, c);
+  }
+
+  /// The same of a tile that is there in pairs.
+  QKV_ONE_COPY void add_pairs_to_rows(OfKeys x, TileInPairs tile, float* c) {
     const int64_t width = m_.width(x), row = round_up_to_vector<float>(width),
                   stride = m_.keys[x].row_stride;
     const BFloat16* keys_of_x =
         tile_->stored_keys_of_head<BFloat16>(m_.keys[x]) + block_.first_key * stride;
     const bool leaves_out = block_.state == TileState::kPartial &&
                             !all_finite<float>(keys_of_x, stride, block_.keys, width);
-    pack_keys_in_pairs(keys_of_x, stride, block_.keys, width, key_pairs_);
-    if (leaves_out) set_non_finite_to_zero(pairs_of(block_.keys) * row, key_pairs_);
+    // Those of the head end with a zero; else a key that comes after an odd number is none of ours.
+    const bool ends_with_pair =
+        block_.keys % 2 == 0 || block_.first_key + block_.keys == m_.p.keys;
+    const BFloat16Pair* x_pairs = key_pairs_;
+    if (prepared_[x] != nullptr && ends_with_pair && !leaves_out) {
+      x_pairs = prepared_[x] + block_.first_key / 2 * row;
+    } else {
+      pack_keys_in_pairs(keys_of_x, stride, block_.keys, width, key_pairs_);
+      if (leaves_out) set_non_finite_to_zero(pairs_of(block_.keys) * row, key_pairs_);
+    }
+    const BFloat16Pair* b = pairs(tile);
     seen_.for_each_part([&](int v, auto vectors, KeyRange keys) {
       const int r = v * S::kWidth;
-      round_keys<vectors()>(b + r, keys, tile_pairs_ + r, sums == nullptr ? nullptr : sums + r);
-      multiply_add<BFloat16Pair, vectors()>(
-          width, pairs_of(keys.end - keys.begin), key_pairs_ + keys.begin / 2 * row, UnitStride{},
-          row, tile_pairs_ + keys.begin / 2 * kRows + r, kRows, Sums<float>{c + r, kRows});
+      multiply_add<BFloat16Pair, vectors()>(width, pairs_of(keys.end - keys.begin),
+                                            x_pairs + keys.begin / 2 * row, UnitStride{}, row,
+                                            b + keys.begin / 2 * kRows + r, kRows,
+                                            Sums<float>{c + r, kRows});
     });
     if (!leaves_out) return;
-    const auto of_tile = [b](int k, int r) { return b[k * kRows + r]; };
+    const auto of_tile = [b](int k, int r) {
+      const BFloat16Pair pair = b[k / 2 * kRows + r];
+      return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
+    };
     add_non_finite<kVectors, kRows>(block_.keys, width, keys_of_x, stride, of_tile, block_.bits, c);
   }
 
@@ -82,6 +131,17 @@ class RoundedProducts : public VectorProducts<InPairs> {
     const int64_t widest = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
     return kBackwardBlockKeys / 2 * round_up_to_vector<float>(widest);
   }
+  static bool rounds_tiles_of(const Problem<float>& p) { return p.keys >= kForwardBlockKeys; }
+
+  /// f(x, pairs that it takes) for what tiles are multiplied by.
+  template <class F>
+  static void for_each_in_pairs(const TangentMatrices<float>& m, F f) {
+    for (int i = m.of_backward ? kKey : kValue; i < kOfKeys; ++i) {
+      const auto x = OfKeys(i);
+      if (m.has(x)) f(x, pairs_of(m.p.keys) * round_up_to_vector<float>(m.width(x)));
+    }
+  }
+
   static int64_t pairs_of(int64_t numbers) { return (numbers + 1) / 2; }
 
   BFloat16Pair* packed_rows(OfRows y) const { return reinterpret_cast<BFloat16Pair*>(packed_[y]); }
@@ -101,22 +161,17 @@ class RoundedProducts : public VectorProducts<InPairs> {
     if (!rows_finite_[y]) set_non_finite_to_zero(kRows / 2 * row, packed_rows(y));
   }
 
-  /// Keys of a tile and kCount vectors of its rows.
-  template <int kCount>
-  static void round_keys(const float* tile, KeyRange keys, BFloat16Pair* to, float* sums) {
-    for (int v = 0; v < kCount; ++v) {
-      auto sum = S::zero();
-      for (int64_t k = keys.begin; k < keys.end; k += 2) {
-        const float* from = tile + k * kRows + v * S::kWidth;
-        const auto second = k + 1 < keys.end ? S::load(from + kRows) : S::zero();
-        const auto pair = Pairs::round(S::load(from), second);
-        sum = Pairs::add(pair, sum);
-        Pairs::store(to + k / 2 * kRows + v * S::kWidth, pair);
+  /// What rows see of a tile.
+  void round_keys(const float* tile, BFloat16Pair* to) const {
+    seen_.for_each_part([&](int first, auto vectors, KeyRange keys) {
+      for (int v = first; v < first + vectors(); ++v) {
+        for (int64_t k = keys.begin; k < keys.end; k += 2) {
+          const float* from = tile + k * kRows + v * S::kWidth;
+          const auto second = k + 1 < keys.end ? S::load(from + kRows) : S::zero();
+          Pairs::store(to + k / 2 * kRows + v * S::kWidth, Pairs::round(S::load(from), second));
+        }
       }
-      if (sums == nullptr) continue;
-      float* all = sums + v * S::kWidth;
-      S::store(all, S::load(all) + sum);
-    }
+    });
   }
 
   /// Keys of a tile and its first rows, a zero after an odd number of them.
@@ -155,6 +210,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
     return block_.state == TileState::kFull || (block_.bits[k / 8 * kRows + r] >> (k % 8) & 1) != 0;
   }
 
+  const BFloat16Pair* prepared_[kOfKeys]{};  // [keys / 2][width], of the head
   BFloat16Pair* key_pairs_;   // [keys / 2][width], of a block
   BFloat16Pair* tile_pairs_;  // [keys / 2][rows] or [keys][rows / 2]
 };

@@ -18,6 +18,9 @@ namespace qkv::kernels::QKV_ISA {
 enum OfKeys { kKey, kKeyT, kValue, kValueT, kOfKeys };
 enum OfRows { kQuery, kQueryT, kGradOut, kOfRows };
 
+/// Tiles of a jvp that Products which round them take in pairs of keys: R ∘ P ∘ S' and R ∘ P.
+enum TileInPairs { kMoved, kStill };
+
 /// A matrix that is not there has no data; nor has one without columns.
 template <class T>
 struct TangentMatrices {
@@ -194,6 +197,7 @@ class VectorProducts {
 
  protected:
   using Factor = typename Scores::Factor;
+  static constexpr int64_t kMostBytesOfCopies = int64_t{1} << 26;  // of all heads
 
   TangentMatrices<T> m_;
   const RowTile<kRows>* tile_ = nullptr;
@@ -205,8 +209,6 @@ class VectorProducts {
 
  private:
   Storage storage() const { return m_.p.key_value_storage; }
-
-  static constexpr int64_t kMostBytesOfCopies = int64_t{1} << 26;  // of all heads
 
   /// f(x, numbers of its copy). Products in pairs read what they multiply as it is stored.
   template <class F>

@@ -162,10 +162,11 @@ struct TangentTile {
     return *state;
   }
 
-  /// For each vector v of the rows: x = begin(v), f(x, at, kept, dropped, P, S') for its pairs, at
-  /// offset `at` of a tile, and end(v, x). What x has stays in registers. kept(y) is 0 for a pair
-  /// that is not kept, as y may be NaN there (P and S' are 0 already); dropped(y) is R ∘ y.
-  /// kWeights: the tiles have P and S' as f was told of them before, and not the scores.
+  /// For each vector v of the rows: x = begin(v), f(x, second, at, kept, dropped, P, S') for key
+  /// after key, at offset `at` of a tile, and end(v, x). What x has stays in registers. second() is
+  /// 1 for each second key. kept(y) is 0 for a pair that is not kept, as y may be NaN there (P and
+  /// S' are 0 already); dropped(y) is R ∘ y.
+  /// kWeights: p_tile has P as f was told of it before, and not S.
   template <bool kWeights, class Begin, class F, class End>
   void for_each_pair(int keys, Begin begin, F f, End end) const {
     const bool partial = *state == TileState::kPartial, drops = p.dropout.threshold != 0;
@@ -173,14 +174,16 @@ struct TangentTile {
     if (!partial && !drops) {
       for_each_weight<kWeights>(
           keys, begin,
-          [&](auto& x, int, int at, int, Number weight, Number score_t) __attribute__((
-              always_inline)) { f(x, at, AllPairs<T>{}, AllPairs<T>{}, weight, score_t); },
+          [&](auto& x, auto second, int, int at, int, Number weight,
+              Number score_t) __attribute__((always_inline)) {
+            f(x, second, at, AllPairs<T>{}, AllPairs<T>{}, weight, score_t);
+          },
           end);
       return;
     }
     for_each_weight<kWeights>(
         keys, begin,
-        [&](auto& x, int k, int at, int v, Number weight,
+        [&](auto& x, auto second, int k, int at, int v, Number weight,
             Number score_t) __attribute__((always_inline)) {
           const auto marked = [&](bool some, const uint8_t* bits) __attribute__((always_inline)) {
             return some ? S::bit_of_bytes(bits + k / 8 * kRows + v * S::kWidth, k % 8)
@@ -188,7 +191,7 @@ struct TangentTile {
           };
           const MarkedPairs<T> kept{marked(partial, mask.bits), one};
           const MarkedPairs<T> dropped{marked(drops, stays), scale};
-          f(x, at, kept, dropped, kept(weight), kept(score_t));
+          f(x, second, at, kept, dropped, kept(weight), kept(score_t));
         },
         end);
   }
@@ -240,16 +243,22 @@ struct TangentTile {
       const auto row_lse = S::load(lse + v * S::kWidth);
       const auto row_rest = S::load(lse_rest + v * S::kWidth);
       auto x = begin(v);
-      for (int k = 0; k < keys; ++k) {
+      const auto take = [&](auto second, int k) __attribute__((always_inline)) {
         const int at = k * kRows + v * S::kWidth;
         if constexpr (kWeights) {
-          f(x, k, at, v, S::load(p_tile + at), S::load(scores_t + at));
+          f(x, second, k, at, v, S::load(p_tile + at), scaled(scores_t + at));
         } else {
           // As in the backward: rounding can leave a score of 1e8 above its lse.
           const auto below = S::minimum(S::zero(), scaled(p_tile + at) - row_lse - row_rest);
-          f(x, k, at, v, exp_of_nonpositive<T>(below), scaled(scores_t + at));
+          f(x, second, k, at, v, exp_of_nonpositive<T>(below), scaled(scores_t + at));
         }
+      };
+      int k = 0;
+      for (; k + 2 <= keys; k += 2) {
+        take(Constant<0>{}, k);
+        take(Constant<1>{}, k + 1);
       }
+      if (k < keys) take(Constant<0>{}, k);
       end(v, x);
     }
   }
