@@ -15,17 +15,19 @@ namespace qkv::cpu {
 namespace {
 
 template <class T>
-void run_jvp(const Operands& x, const Tangents& tangents, const Tensor& out, const Tensor& lse,
-             const Tensor& lse_rest, const Tensor& out_t, const Tensor& lse_t) {
+void run_jvp(const Operands& x, const Tangents& tangents, const ForwardResults& forward,
+             const Tensor& out_t, const Tensor& lse_t) {
   kernels::JvpParams<T> params{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(params.problem, x, batch);
   describe(params.directions, tangents, batch);
-  describe(params.out, out, batch);
+  params.out_storage = storage_of(out_t);
+  describe(params.out, forward.out, batch);
+  if (has_16_bits(forward.out)) describe(params.out_rest, forward.out_rest, batch);
   describe(params.out_t, out_t, batch);
   batch.complete(params.problem);
-  params.lse = static_cast<const T*>(lse.const_data_ptr());
-  params.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
+  params.lse = static_cast<const T*>(forward.lse.const_data_ptr());
+  params.lse_rest = static_cast<const T*>(forward.lse_rest.const_data_ptr());
   params.lse_t = static_cast<T*>(lse_t.data_ptr());
   const kernels::TangentKernels<T>& kernels = tangent_kernels_for(params.problem);
   const bool in_16_bits = &kernels != &kernels_for(params.problem);
@@ -52,11 +54,12 @@ TensorTuple<2> attention_jvp(const Operands& x, const ForwardResults& forward,
   const auto run_in = real == at::kDouble ? &run_jvp<double> : &run_jvp<float>;
   for (const Heads& heads : ranges_of_heads(x)) {
     const Tensor to_out_t = heads.of_rows(out_t), to_lse_t = heads.of_scalars(lse_t);
-    const Tensor real_out_t = rows_for(to_out_t, real);
+    const Tensor rows_of_out_t = rows_for(to_out_t);
     run_in(readable(heads.of(x), real), readable(heads.of(along), real),
-           exact_output(heads.of_rows(forward.out), heads.of_rows(forward.out_rest), real),
-           heads.of_scalars(forward.lse), heads.of_scalars(forward.lse_rest), real_out_t, to_lse_t);
-    put(real_out_t, to_out_t);
+           {in_rows(heads.of_rows(forward.out)), heads.of_scalars(forward.lse),
+            in_rows(heads.of_rows(forward.out_rest)), heads.of_scalars(forward.lse_rest)},
+           rows_of_out_t, to_lse_t);
+    put(rows_of_out_t, to_out_t);
     heads.put_scalars(to_lse_t, lse_t);
   }
   return {out_t, lse_t};

@@ -177,6 +177,10 @@ struct JvpParams {
   T* lse_t;  // as lse
   // On a CPU: whether the mean of a row's score tangents is found first and taken from these.
   bool takes_means = false;
+  // On a CPU: if 16 bits, out, out_rest (what rounding took from out) and out_t point to such
+  // numbers.
+  Storage out_storage = Storage::kSame;
+  Operand<const T> out_rest;
 };
 
 /// The derivative of the backward along the directions, which is also the double backward: it goes

@@ -344,6 +344,10 @@ const std::vector<Shape>& shapes_of_half_products() {
       {4, 2, 60, 290, 24, 20, all, true},
       {2, 1, 20, 2100, 8, 8, causal, true},
       {1, 1, 170, 409, 64, 300, {-1, 0, 239}},  // several turns
+      // Rows of one vector, alone and after other tiles.
+      {16, 1, 1, 291, 64, 40, all},
+      {4, 1, 3, 2300, 8, 72, {-1, 0, 2200}, true},
+      {2, 1, 52, 330, 34, 17, all},
   };
   return shapes;
 }
@@ -488,6 +492,7 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
       {2, 1, 20, 300, 8, 8, causal, true},
       {1, 1, 170, 409, 64, 300, {-1, 0, 239}},  // several turns of a forward
       {1, 1, 50, 140, 270, 20, all},            // more pairs than are multiplied at a time
+      {12, 1, 1, 291, 20, 40, all},             // rows of one vector
   };
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {

@@ -134,24 +134,20 @@ struct OutputTangent {
   void write(const JvpParams<T>& params) {
     const auto& tile = work.tile;
     const Problem<T>& p = work.p;
-    const auto out_rows = tile.rows_in(params.out);
-    const auto out_t_rows = tile.rows_in(params.out_t);
+    alignas(64) T of_out[kRows];  // what O is multiplied with
     for (int r = 0; r < tile.rows; ++r) {
       const int64_t scalar = tile.scalar(p, r);
       const T rest = params.lse_rest[scalar];
-      T of_out = rounds ? rounded[r] : lse_t[r];
       const Sink sink = sink_of_row(params, r);
       const T moved = sink.weight * (sink.moves - mean[r]);
-      of_out += moved;
-      if (has_no_keys(rest)) of_out = T(0);  // its output stays 0, whatever its sink does
+      of_out[r] = (rounds ? rounded[r] : lse_t[r]) + moved;
+      if (has_no_keys(rest)) of_out[r] = T(0);  // its output stays 0, whatever its sink does
       params.lse_t[scalar] =
           lse_t[r] + mean_with_sink(mean[r], weights[r], sink.weight, sink.moves);
-      const T* out = out_rows[r];
-      T* to = out_t_rows[r];
-      for (int64_t d = 0; d < p.value_dim; ++d) {
-        to[d] = out_t[d * kRows + r] - of_out * out[d];
-      }
     }
+    with_stored<T>(params.out_storage, [&](auto stored) {
+      write_rows<decltype(stored)>(params, of_out);
+    });
   }
 
  private:
@@ -225,6 +221,35 @@ struct OutputTangent {
           T* sum = rounded + v * S::kWidth;
           S::store(sum, S::load(sum) + rows.rounded);
         });
+  }
+
+  /// O' of the sums and O: stored in 16 bits, with what rounding took from it.
+  template <class Stored>
+  QKV_ONE_COPY void write_rows(const JvpParams<T>& params, const T* of_out) const {
+    const auto& tile = work.tile;
+    const auto out = tile.template stored_rows_in<Stored>(params.out),
+               out_rest = tile.template stored_rows_in<Stored>(params.out_rest);
+    const auto to = tile.template stored_rows_in<Stored>(params.out_t);
+    for (int r = 0; r < tile.rows; r += S::kWidth) {
+      const int rows = tile.rows - r;
+      put_columns<T>(
+          out_t + r, kRows, work.p.value_dim, S::set(T(1)),
+          [&](int l, int64_t d, Number x, int count) __attribute__((always_inline)) {
+            if (l >= rows) return;
+            const auto load = [=](const Stored* numbers) __attribute__((always_inline)) {
+              return count == S::kWidth ? load_stored<T>(numbers + d)
+                                        : load_first<T>(numbers + d, count);
+            };
+            auto exact = load(out[r + l]);
+            if constexpr (sizeof(Stored) < sizeof(T)) exact = exact + load(out_rest[r + l]);
+            const auto moved = x - S::set(of_out[r + l]) * exact;
+            if (count == S::kWidth) {
+              store_rounded<T>(to[r + l] + d, moved);
+            } else {
+              store_first<T>(to[r + l] + d, moved, count);
+            }
+          });
+    }
   }
 
   struct Sink {
