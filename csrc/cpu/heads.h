@@ -9,9 +9,9 @@
 #include "layout.h"
 #include "operands.h"
 
-// Second order and forward mode of half types make copies of outputs in float32, and of the keys as
-// they are multiplied. However long the sequences are, these stay small: they are made for a few
-// heads at a time.
+// Second order of half types makes copies of outputs in float32, and so may both it and forward
+// mode of the keys as they are multiplied. However long the sequences are, these stay small: they
+// are made for a few heads at a time.
 
 namespace qkv::cpu {
 

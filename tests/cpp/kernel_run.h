@@ -463,9 +463,11 @@ class KernelRun {
       T left = x - upper;
       rest.push_back(bfloat16_of(left));
     }
-    backward.out.data = pointer(out);
-    backward.out_rest = backward.out;
-    backward.out_rest.data = pointer(rest);
+    auto upper_half = backward.out, lower_half = backward.out;
+    upper_half.data = pointer(out);
+    lower_half.data = pointer(rest);
+    backward.out = upper_half;
+    backward.out_rest = lower_half;
     backward.grad_query.data = pointer(dq);
     backward.grad_key.data = pointer(dk);
     backward.grad_value.data = pointer(dv);
@@ -477,6 +479,39 @@ class KernelRun {
     backward.out_rest = {};
     ASSERT_TRUE(of_half.tangents->takes(backward.problem));
     run_tangents(*of_half.tangents, backward);
+    expect_rounded_tangents(*of_half.tangents, upper_half, lower_half);
+  }
+
+  /// Those of an output that is read in two halves and written to bfloat16 are the same, rounded.
+  void expect_rounded_tangents(const TangentKernels<float>& kernels, Operand<const T> out,
+                               Operand<const T> out_rest) {
+    std::vector<uint16_t> stored(out_.size());
+    std::vector<T> exact(out_.size()), rounded(out_.size());
+    JvpParams<T> jvp = jvp_;
+    jvp.takes_means = true;  // else large moves of all scores are multiplied with O
+    jvp.out_t.data = exact.data();
+    run_jvp(kernels, jvp);
+    jvp.out_storage = Storage::kBFloat16;
+    jvp.out = out;
+    jvp.out_rest = out_rest;
+    jvp.out_t.data = pointer(stored);
+    run_jvp(kernels, jvp);
+    widen(stored, rounded);
+    for (size_t i = 0; i < rounded.size(); ++i) {
+      // O has 16 bits in two halves.
+      EXPECT_NEAR(rounded[i], exact[i], std::abs(exact[i]) * 0x1p-8 + 1e-3) << i;
+    }
+  }
+
+  void run_jvp(const TangentKernels<T>& kernels, const JvpParams<T>& jvp) const {
+    const auto prepared = memory(s_.kv_heads * kernels.jvp_prepared_bytes(jvp));
+    for (int64_t head = 0; head < s_.kv_heads; ++head) {
+      kernels.prepare_jvp(jvp, head, prepared.get());
+    }
+    const auto scratch = memory(kernels.jvp_scratch_bytes(jvp));
+    for (int64_t unit = 0; unit < kernels.jvp_units(jvp); ++unit) {
+      kernels.jvp(jvp, prepared.get(), unit, scratch.get());
+    }
   }
 
   /// The derivatives of forward and backward along all directions.
@@ -509,14 +544,8 @@ class KernelRun {
     jvp.lse_rest = lse_rest_.data();
     jvp.out_t = operand<T>(out_t_.data(), s_.queries, s_.value_dim);
     jvp.lse_t = lse_t_.data();
-    const auto jvp_prepared = memory(s_.kv_heads * kernels.jvp_prepared_bytes(jvp));
-    for (int64_t head = 0; head < s_.kv_heads; ++head) {
-      kernels.prepare_jvp(jvp, head, jvp_prepared.get());
-    }
-    const auto jvp_scratch = memory(kernels.jvp_scratch_bytes(jvp));
-    for (int64_t unit = 0; unit < kernels.jvp_units(jvp); ++unit) {
-      kernels.jvp(jvp, jvp_prepared.get(), unit, jvp_scratch.get());
-    }
+    run_jvp(kernels, jvp);
+    jvp_ = jvp;
 
     BackwardBackwardParams<T> second{};
     second.backward = backward;
@@ -552,6 +581,7 @@ class KernelRun {
   std::vector<uint16_t> q16_, k16_, v16_, g16_, q_t16_, k_t16_, v_t16_;
   std::vector<T> q_, k_, v_, g_, slopes_, sinks_, out_, lse_, lse_rest_, dq_, dk_, dv_;
   std::vector<T> q_t_, k_t_, v_t_, slopes_t_, sinks_t_, out_t_, lse_t_, dq_t_, dk_t_, dv_t_;
+  JvpParams<T> jvp_;  // the last
   std::vector<T> far_k_, far_v_;
 };
 

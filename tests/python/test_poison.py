@@ -11,6 +11,7 @@ import definition
 import pytest
 import samples
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import qkv
 
@@ -21,7 +22,7 @@ def poison_problem(rng):
     kv_heads, group = rng.choice([1, 2]), rng.choice([1, 1, 2, 3])
     batch, heads = rng.choice([1, 2]), kv_heads * group
     # Few rows, a tile and more; one range of keys and several.
-    m, n = rng.choice([1, 2, 4, 5, 17, 50]), rng.choice([1, 2, 7, 31, 97, 200, 2100])
+    m, n = rng.choice([1, 2, 4, 5, 17, 50]), rng.choice([1, 2, 7, 31, 97, 131, 200, 2100])
     if batch * heads * m * n > 100_000:
         return poison_problem(rng)
     d, dv = rng.choice([1, 3, 18]), rng.choice([1, 3, 16])  # even: products in bfloat16
@@ -316,3 +317,34 @@ def test_an_infinite_key_that_few_rows_keep(rows, softcap, dtype):
     expected = gradients(defined, torch.float64)
     for found, right in zip(gradients(qkv.attention, dtype), expected, strict=True):
         torch.testing.assert_close(found, right.to(dtype), equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_poison_in_forward_mode(seed):
+    """Rows that keep no poison have the same bits, whatever lies in keys that they do not keep."""
+    rng = random.Random(2000 + seed)
+    torch.manual_seed(seed)
+    query, key, value, _, kwargs = poison_problem(rng)
+    keep = kept_pairs(query, key, kwargs)
+    heads, (kv_heads, n) = query.shape[1], key.shape[1:3]
+    along = [laid_out(rng, torch.randn_like(x)) for x in (query, key, value)]
+    key_is_bad = torch.rand(*key.shape[:2], n) < 2 / n
+    poison = rng.choice([NAN, INF, -INF])
+
+    def moved(*tensors):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors[:3], tensors[3:])]
+            out = qkv.attention(*duals, **kwargs)
+            return forward_ad.unpack_dual(out).tangent
+
+    def poisoned(x):
+        bad = copied(x)
+        bad[..., 0] = bad[..., 0].masked_fill(key_is_bad, poison)
+        return bad
+
+    clean = moved(query, key, value, *along)
+    bad = moved(query, poisoned(key), poisoned(value), along[0], *map(poisoned, along[1:]))
+    of_rows = key_is_bad.repeat_interleave(heads // kv_heads, 1).unsqueeze(-2)
+    unreached = ~(keep & of_rows).any(-1)
+    assert torch.equal(clean[unreached], bad[unreached])
+    assert clean.isfinite().all()

@@ -26,7 +26,7 @@
 //
 //              rows (lanes) ->                         for each block of keys:
 //     P     keys [ ............ ]                       lse'  += columns' sums of P ∘ S'
-//     P ∘ S' keys [ ............ ]  over S'             O'ᵀ   += Vᵀ · (R ∘ P ∘ S') + V'ᵀ · (R ∘ P)
+//     P ∘ S' keys [ ............ ]                      O'ᵀ   += Vᵀ · (R ∘ P ∘ S') + V'ᵀ · (R ∘ P)
 //     O'ᵀ  Dv  [ ............ ]
 //
 // With all directions these are 5 products, where the forward has 2. What does not move costs none.
@@ -81,7 +81,7 @@ struct OutputTangent {
         [&](int v) __attribute__((always_inline)) {
           return Sums{S::load(weights + v * S::kWidth), S::load(mean + v * S::kWidth)};
         },
-        [&](Sums& sums, auto, int at, auto, auto, Number weight, Number score_t)
+        [&](Sums & sums, auto, int at, auto, auto, Number weight, Number score_t)
             __attribute__((always_inline)) {
               sums.weights = sums.weights + weight;
               sums.moved = S::fma(weight, score_t, sums.moved);
@@ -101,23 +101,24 @@ struct OutputTangent {
     }
   }
 
-  /// Of the block that work has loaded. R ∘ P ∘ (S' - mean) and R ∘ P go to the tiles `moved` and
-  /// `still`.
-  /// has_weights: work's own tile has P, as after add_to_means.
-  /// kKeepsWeights: it takes P, and `still` may be that of P if nothing is dropped; else
-  /// they may be the same.
+  /// Of the block that work has loaded. R ∘ P ∘ (S' - mean) and R ∘ P, where V moves, go to the
+  /// tiles `moved` and `still`, or to pairs of products that round tiles.
+  /// has_weights: work.p_tile has P, as after add_to_means.
+  /// kKeepsWeights: it has P afterwards, too, so `still` may be that tile only if nothing is
+  /// dropped; else `moved` and `still` may be the tiles of S' and S.
   template <bool kKeepsWeights>
   QKV_ONE_COPY void add_block(int keys, bool has_weights, T* moved, T* still) {
-    with_constant(has_weights, [&](auto has) __attribute__((always_inline)) {
-      constexpr bool kHasWeights = has() != 0;
-      if constexpr (Products::kRoundsTiles) {
-        if (work.products.rounds_tiles()) {
-          weigh_in_pairs<kHasWeights, kKeepsWeights>(keys);
-          return;
-        }
-      }
-      weigh_block<kHasWeights, kKeepsWeights>(keys, moved, still);
-    });
+    with_constant(
+        has_weights, [&](auto has) __attribute__((always_inline)) {
+          constexpr bool kHasWeights = has() != 0;
+          if constexpr (Products::kRoundsTiles) {
+            if (work.products.rounds_tiles()) {
+              weigh_in_pairs<kHasWeights, kKeepsWeights>(keys);
+              return;
+            }
+          }
+          weigh_block<kHasWeights, kKeepsWeights>(keys, moved, still);
+        });
     if constexpr (Products::kRoundsTiles) {
       if (work.products.rounds_tiles()) {
         if (work.scores_move()) work.products.add_pairs_to_rows(kValue, kMoved, out_t);
@@ -145,17 +146,16 @@ struct OutputTangent {
       params.lse_t[scalar] =
           lse_t[r] + mean_with_sink(mean[r], weights[r], sink.weight, sink.moves);
     }
-    with_stored<T>(params.out_storage, [&](auto stored) {
-      write_rows<decltype(stored)>(params, of_out);
-    });
+    with_stored<T>(params.out_storage,
+                   [&](auto stored) { write_rows<decltype(stored)>(params, of_out); });
   }
 
  private:
   template <bool kHasWeights, bool kKeepsWeights>
   void weigh_block(int keys, T* moved, T* still) {
-    const bool has_still = (kHasWeights || kKeepsWeights) && still == work.p_tile &&
-                           work.p.dropout.threshold == 0;
-    const bool writes_still = work.along.value.data != nullptr && !has_still;
+    const bool is_there =
+        (kHasWeights || kKeepsWeights) && still == work.p_tile && work.p.dropout.threshold == 0;
+    const bool writes_still = work.along.value.data != nullptr && !is_there;
     struct OfRows {
       Number mean, lse_t;
     };
@@ -164,7 +164,7 @@ struct OutputTangent {
         [&](int v) __attribute__((always_inline)) {
           return OfRows{S::load(mean + v * S::kWidth), S::load(lse_t + v * S::kWidth)};
         },
-        [&](OfRows& rows, auto, int at, auto, auto dropped, Number weight, Number score_t)
+        [&](OfRows & rows, auto, int at, auto, auto dropped, Number weight, Number score_t)
             __attribute__((always_inline)) {
               const auto weighted = weight * (score_t - rows.mean);
               rows.lse_t = rows.lse_t + weighted;
@@ -172,9 +172,8 @@ struct OutputTangent {
               if (writes_still) S::store(still + at, dropped(weight));
               S::store(moved + at, dropped(weighted));
             },
-        [&](int v, const OfRows& rows) __attribute__((always_inline)) {
-          S::store(lse_t + v * S::kWidth, rows.lse_t);
-        });
+        [&](int v, const OfRows& rows)
+            __attribute__((always_inline)) { S::store(lse_t + v * S::kWidth, rows.lse_t); });
   }
 
   /// The same to pairs of products, rounded.
@@ -187,23 +186,23 @@ struct OutputTangent {
       Number mean, lse_t, rounded, first_moved, first_still;
       int at;  // of the next pair
     };
-    const auto put = [&](OfRows& rows, Number second_moved, Number second_still)
+    const auto put = [&](OfRows & rows, Number second_moved, Number second_still)
         __attribute__((always_inline)) {
-          const auto pair = Pairs::round(rows.first_moved, second_moved);
-          rows.rounded = Pairs::add(pair, rows.rounded);
-          Pairs::store(moved + rows.at, pair);
-          if (writes_still) {
-            Pairs::store(still + rows.at, Pairs::round(rows.first_still, second_still));
-          }
-          rows.at += kRows;
-        };
+      const auto pair = Pairs::round(rows.first_moved, second_moved);
+      rows.rounded = Pairs::add(pair, rows.rounded);
+      Pairs::store(moved + rows.at, pair);
+      if (writes_still) {
+        Pairs::store(still + rows.at, Pairs::round(rows.first_still, second_still));
+      }
+      rows.at += kRows;
+    };
     work.template for_each_pair<kHasWeights>(
         keys,
         [&](int v) __attribute__((always_inline)) {
           const int r = v * S::kWidth;
           return OfRows{S::load(mean + r), S::load(lse_t + r), S::zero(), S::zero(), S::zero(), r};
         },
-        [&](OfRows& rows, auto second, int at, auto, auto dropped, Number weight, Number score_t)
+        [&](OfRows & rows, auto second, int at, auto, auto dropped, Number weight, Number score_t)
             __attribute__((always_inline)) {
               const auto weighted = weight * (score_t - rows.mean);
               rows.lse_t = rows.lse_t + weighted;
@@ -233,8 +232,8 @@ struct OutputTangent {
     for (int r = 0; r < tile.rows; r += S::kWidth) {
       const int rows = tile.rows - r;
       put_columns<T>(
-          out_t + r, kRows, work.p.value_dim, S::set(T(1)),
-          [&](int l, int64_t d, Number x, int count) __attribute__((always_inline)) {
+          out_t + r, kRows, work.p.value_dim,
+          S::set(T(1)), [&](int l, int64_t d, Number x, int count) __attribute__((always_inline)) {
             if (l >= rows) return;
             const auto load = [=](const Stored* numbers) __attribute__((always_inline)) {
               return count == S::kWidth ? load_stored<T>(numbers + d)

@@ -97,7 +97,7 @@ struct BackwardTangentTile : TangentTile<Products> {
     return loaded;
   }
 
-  /// The same of a block in use that was loaded before, and whose tiles have P and S' since.
+  /// The same of a block in use that was loaded before, and whose tile of S has P since.
   TileState reload_block(int64_t first_key, int keys) {
     const TileState loaded = Base::reload_block(first_key, keys);
     if (loaded != TileState::kEmpty) derive_block</*kWeights=*/true>(keys);
@@ -157,8 +157,8 @@ struct BackwardTangentTile : TangentTile<Products> {
       const int r = v * S::kWidth;
       return OfRows{S::load(delta + r), S::load(lse_t + r), S::load(delta_t + r)};
     };
-    const auto derive = [&](const OfRows& rows, auto, int at, auto kept, auto dropped, Number weight,
-                            Number score_t) __attribute__((always_inline)) {
+    const auto derive = [&](const OfRows& rows, auto, int at, auto kept, auto dropped,
+                            Number weight, Number score_t) __attribute__((always_inline)) {
       const auto dp = dropped(S::load(ds_tile + at));
       const auto dp_t = dropped(S::load(ds_t_tile + at));
       const auto ds = weight * (dp - rows.delta);

@@ -13,8 +13,9 @@
 // The products of a forward tile in bfloat16, two terms at a time, summed in float32:
 //
 //     S[keys][rows] = K · Qᵀ                pairs of columns, which lie side by side in K
-//     Oᵀ[Dv][rows] += Vᵀ · P                pairs of keys: V is interleaved block by block, or
-//                                           once for all tiles that take turns
+//     Oᵀ[Dv][rows] += Vᵀ · P                pairs of keys: V is interleaved block by block, once
+//                                           for all tiles that take turns, or in registers where
+//                                           a tile has one vector of rows
 //
 // P is rounded to bfloat16. What the rounded weights add up to is a row of Oᵀ of its own, by which
 // the output is divided in the end: it stays a convex combination of values. lse comes from the
@@ -214,7 +215,7 @@ class ForwardInPairs {
     const BFloat16* values = values_ + first_key * row;
     const bool poisoned = bits != nullptr && !all_finite<float>(values, row, keys, p_.value_dim);
     add_sums_of_weights<kVectors>(out);
-    if (takes_values_in_lanes<float, kVectors>(keys) && keys % 2 == 0 && !poisoned &&
+    if (takes_values_in_lanes<float, kVectors>(keys, p_.value_dim) && keys % 2 == 0 && !poisoned &&
         !turn_.has(first_key, keys)) {
       add_values_where_they_lie(keys, values, weights_ + first_row, out);
       return;
@@ -272,20 +273,21 @@ class ForwardInPairs {
         sum[c] = out.has_any && c < columns ? S::load(lines + c * kRows) : S::zero();
       }
       transpose<float>(sum);
-      with_constant(columns == S::kWidth, [&](auto whole) __attribute__((always_inline)) {
-        const __mmask16 lanes = first_lanes(columns);
-        const auto wide = [=](const BFloat16* x) __attribute__((always_inline)) {
-          return _mm512_cvtepu16_epi32(
-              whole() != 0 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))
-                           : _mm256_maskz_loadu_epi16(lanes, x));
-        };
-        const auto load = [=](int64_t k) __attribute__((always_inline)) {
-          const BFloat16* first = values + 2 * k * row + d;
-          return reinterpret_cast<Pairs::Factor>(
-              _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(first + row), 16)));
-        };
-        add_values_in_lanes(keys / 2, weights, kRows, load, sum);
-      });
+      with_constant(
+          columns == S::kWidth, [&](auto whole) __attribute__((always_inline)) {
+            const __mmask16 lanes = first_lanes(columns);
+            const auto wide = [=](const BFloat16* x) __attribute__((always_inline)) {
+              return _mm512_cvtepu16_epi32(
+                  whole() != 0 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))
+                               : _mm256_maskz_loadu_epi16(lanes, x));
+            };
+            const auto load = [=](int64_t k) __attribute__((always_inline)) {
+              const BFloat16* first = values + 2 * k * row + d;
+              return reinterpret_cast<Pairs::Factor>(
+                  _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(first + row), 16)));
+            };
+            add_values_in_lanes(keys / 2, weights, kRows, load, sum);
+          });
       transpose<float>(sum);
       for (int c = 0; c < columns; ++c) S::store(lines + c * kRows, sum[c]);
     }

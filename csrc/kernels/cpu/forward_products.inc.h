@@ -10,7 +10,8 @@
 
 // The products of a forward tile in float32 or float64. K and V are read where they lie; those
 // stored in 16 bits are converted block by block, or once for all tiles that take turns, which also
-// share copies of rows far apart (block_rows.inc.h):
+// share copies of rows far apart (block_rows.inc.h); a tile of one vector of rows converts V in
+// registers:
 //
 //     S[keys][rows] = K · (scale · Qᵀ)        Oᵀ[Dv][rows] += Vᵀ · P
 
@@ -116,7 +117,7 @@ class ForwardProducts
   template <int kVectors>
   void add_values(int64_t first_key, int keys, int, const T* weights, const uint8_t* bits,
                   Sums<T> out_t) const {
-    if (takes_values_in_lanes<T, kVectors>(keys) && bits == nullptr &&
+    if (takes_values_in_lanes<T, kVectors>(keys, p_.value_dim) && bits == nullptr &&
         p_.key_value_storage != Storage::kSame && !turn_.has(first_key, keys)) {
       add_stored_values(first_key, keys, weights, out_t);
       return;
@@ -141,9 +142,11 @@ class ForwardProducts
     const int64_t stride = p_.value.row_stride;
     with_stored<T>(p_.key_value_storage, [&](auto stored) {
       using Stored = decltype(stored);
-      const Stored* values =
-          tile_.template stored_keys_of_head<Stored>(p_.value) + first_key * stride;
-      add_values_in_lanes<T>(p_.value_dim, keys, values, stride, weights, kRows, out_t);
+      if constexpr (sizeof(Stored) < sizeof(T)) {
+        const Stored* values =
+            tile_.template stored_keys_of_head<Stored>(p_.value) + first_key * stride;
+        add_values_in_lanes<T>(p_.value_dim, keys, values, stride, weights, kRows, out_t);
+      }
     });
   }
 

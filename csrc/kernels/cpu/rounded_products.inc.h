@@ -4,7 +4,8 @@
 #include "kernels/cpu/tangent_products.inc.h"
 
 // Products of a tangent tile all in bfloat16, two terms at a time, summed in float32: tiles (P, dS
-// and what they become along a direction) are rounded where they are multiplied by a matrix.
+// and what they become along a direction) are rounded where they are multiplied by a matrix, those
+// of O' already where they are made (attention_jvp.inc.h).
 //
 //     Xᵀ · tile          X     pairs of keys [ columns -> ]
 //                        tile  pairs of keys [ rows -> ]
@@ -43,9 +44,9 @@ class RoundedProducts : public VectorProducts<InPairs> {
     auto* to = static_cast<BFloat16Pair*>(prepared);
     for_each_in_pairs(matrices, [&](OfKeys x, int64_t size) {
       const int64_t width = matrices.width(x), stride = matrices.keys[x].row_stride;
-      pack_keys_in_pairs(
-          tile.stored_keys_of_head<BFloat16>(matrices.keys[x]) + keys.begin * stride, stride,
-          keys.end - keys.begin, width, to + keys.begin / 2 * round_up_to_vector<float>(width));
+      pack_keys_in_pairs(tile.stored_keys_of_head<BFloat16>(matrices.keys[x]) + keys.begin * stride,
+                         stride, keys.end - keys.begin, width,
+                         to + keys.begin / 2 * round_up_to_vector<float>(width));
       to += size;
     });
   }
@@ -85,8 +86,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
     const bool leaves_out = block_.state == TileState::kPartial &&
                             !all_finite<float>(keys_of_x, stride, block_.keys, width);
     // Those of the head end with a zero; else a key that comes after an odd number is none of ours.
-    const bool ends_with_pair =
-        block_.keys % 2 == 0 || block_.first_key + block_.keys == m_.p.keys;
+    const bool ends_with_pair = block_.keys % 2 == 0 || block_.first_key + block_.keys == m_.p.keys;
     const BFloat16Pair* x_pairs = key_pairs_;
     if (prepared_[x] != nullptr && ends_with_pair && !leaves_out) {
       x_pairs = prepared_[x] + block_.first_key / 2 * row;
@@ -97,10 +97,9 @@ class RoundedProducts : public VectorProducts<InPairs> {
     const BFloat16Pair* b = pairs(tile);
     seen_.for_each_part([&](int v, auto vectors, KeyRange keys) {
       const int r = v * S::kWidth;
-      multiply_add<BFloat16Pair, vectors()>(width, pairs_of(keys.end - keys.begin),
-                                            x_pairs + keys.begin / 2 * row, UnitStride{}, row,
-                                            b + keys.begin / 2 * kRows + r, kRows,
-                                            Sums<float>{c + r, kRows});
+      multiply_add<BFloat16Pair, vectors()>(
+          width, pairs_of(keys.end - keys.begin), x_pairs + keys.begin / 2 * row, UnitStride{}, row,
+          b + keys.begin / 2 * kRows + r, kRows, Sums<float>{c + r, kRows});
     });
     if (!leaves_out) return;
     const auto of_tile = [b](int k, int r) {
@@ -211,8 +210,8 @@ class RoundedProducts : public VectorProducts<InPairs> {
   }
 
   const BFloat16Pair* prepared_[kOfKeys]{};  // [keys / 2][width], of the head
-  BFloat16Pair* key_pairs_;   // [keys / 2][width], of a block
-  BFloat16Pair* tile_pairs_;  // [keys / 2][rows] or [keys][rows / 2]
+  BFloat16Pair* key_pairs_;                  // [keys / 2][width], of a block
+  BFloat16Pair* tile_pairs_;                 // two of [keys / 2][rows], or one of [keys][rows / 2]
 };
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -18,7 +18,8 @@ namespace qkv::kernels::QKV_ISA {
 enum OfKeys { kKey, kKeyT, kValue, kValueT, kOfKeys };
 enum OfRows { kQuery, kQueryT, kGradOut, kOfRows };
 
-/// Tiles of a jvp that Products which round them take in pairs of keys: R ∘ P ∘ S' and R ∘ P.
+/// Where Products that round tiles take them in pairs of keys: R ∘ P ∘ S' (or any other), and R ∘
+/// P.
 enum TileInPairs { kMoved, kStill };
 
 /// A matrix that is not there has no data; nor has one without columns.

@@ -174,10 +174,8 @@ struct TangentTile {
     if (!partial && !drops) {
       for_each_weight<kWeights>(
           keys, begin,
-          [&](auto& x, auto second, int, int at, int, Number weight,
-              Number score_t) __attribute__((always_inline)) {
-            f(x, second, at, AllPairs<T>{}, AllPairs<T>{}, weight, score_t);
-          },
+          [&](auto& x, auto second, int, int at, int, Number weight, Number score_t) __attribute__((
+              always_inline)) { f(x, second, at, AllPairs<T>{}, AllPairs<T>{}, weight, score_t); },
           end);
       return;
     }

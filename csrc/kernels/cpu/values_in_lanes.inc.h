@@ -15,11 +15,13 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Whether so many keys are worth the transpositions, and the sums of as many rows as a vector has
-/// fill the time of a multiply-add.
+/// Whether so many keys are worth the transpositions, the sums of as many rows as a vector has fill
+/// the time of a multiply-add, and the rest of a row is loaded by a mask, if there is one.
 template <class T, int kVectors>
-constexpr bool takes_values_in_lanes(int64_t keys) {
-  return kVectors == 1 && sizeof(T) == 4 && Simd<T>::kWidth >= 8 && keys >= 64;
+constexpr bool takes_values_in_lanes(int64_t keys, int64_t width) {
+  constexpr int kWidth = Simd<T>::kWidth;
+  const bool loads_all = kWidth == 16 || width % kWidth == 0;
+  return kVectors == 1 && sizeof(T) == 4 && kWidth >= 8 && keys >= 64 && loads_all;
 }
 
 /// sum[row] += P[k][row] · load(k) over k < depth. A row of P is `stride` factors.
@@ -55,14 +57,16 @@ QKV_ONE_COPY void add_values_in_lanes(int64_t width, int64_t keys, const Stored*
   };
   int64_t d = 0;
   for (; d + kWidth <= width; d += kWidth) {
-    add(d, kWidth, [=](int64_t k) __attribute__((always_inline)) {
-      return load_stored<T>(values + k * value_stride + d);
-    });
+    add(
+        d, kWidth, [=](int64_t k) __attribute__((always_inline)) {
+          return load_stored<T>(values + k * value_stride + d);
+        });
   }
   if (const int left = static_cast<int>(width - d); left > 0) {
-    add(d, left, [=](int64_t k) __attribute__((always_inline)) {
-      return load_first<T>(values + k * value_stride + d, left);
-    });
+    add(
+        d, left, [=](int64_t k) __attribute__((always_inline)) {
+          return load_first<T>(values + k * value_stride + d, left);
+        });
   }
 }
 
