@@ -108,19 +108,10 @@ struct OutputTangent {
   /// dropped; else `moved` and `still` may be the tiles of S' and S.
   template <bool kKeepsWeights>
   QKV_ONE_COPY void add_block(int keys, bool has_weights, T* moved, T* still) {
-    with_constant(
-        has_weights, [&](auto has) __attribute__((always_inline)) {
-          constexpr bool kHasWeights = has() != 0;
-          if constexpr (Products::kRoundsTiles) {
-            if (work.products.rounds_tiles()) {
-              weigh_in_pairs<kHasWeights, kKeepsWeights>(keys);
-              return;
-            }
-          }
-          weigh_block<kHasWeights, kKeepsWeights>(keys, moved, still);
-        });
     if constexpr (Products::kRoundsTiles) {
       if (work.products.rounds_tiles()) {
+        with_constant(has_weights,
+                      [&](auto has) { weigh_in_pairs<has() != 0, kKeepsWeights>(keys); });
         if (work.scores_move()) work.products.add_pairs_to_rows(kValue, kMoved, out_t);
         if (work.along.value.data != nullptr) {
           work.products.add_pairs_to_rows(kValueT, kStill, out_t);
@@ -128,6 +119,8 @@ struct OutputTangent {
         return;
       }
     }
+    with_constant(has_weights,
+                  [&](auto has) { weigh_block<has() != 0, kKeepsWeights>(keys, moved, still); });
     if (work.scores_move()) work.products.add_to_rows(kValue, moved, out_t);
     if (work.along.value.data != nullptr) work.products.add_to_rows(kValueT, still, out_t);
   }
@@ -151,6 +144,7 @@ struct OutputTangent {
   }
 
  private:
+  /// The tiles of add_block.
   template <bool kHasWeights, bool kKeepsWeights>
   void weigh_block(int keys, T* moved, T* still) {
     const bool is_there =
@@ -176,7 +170,7 @@ struct OutputTangent {
             __attribute__((always_inline)) { S::store(lse_t + v * S::kWidth, rows.lse_t); });
   }
 
-  /// The same to pairs of products, rounded.
+  /// The same, rounded to pairs of products.
   template <bool kHasWeights, bool kKeepsWeights>
   void weigh_in_pairs(int keys) {
     const bool writes_still = work.along.value.data != nullptr;

@@ -29,8 +29,7 @@
 //                                                       dropout
 //     Oᵀ  Dv  [ ................ ]                      Oᵀ += Vᵀ · P            [Dv][rows]
 //
-// How Q, K and V are read and multiplied is the business of Products: forward_products.inc.h,
-// forward_in_pairs.inc.h, amx_forward.inc.h.
+// Products read and multiply: forward_products.inc.h, forward_in_pairs.inc.h, amx_forward.inc.h.
 //
 // Of a block that the edge of the band runs through, only those vectors of rows that see some of 16
 // keys take part in them:
@@ -132,15 +131,13 @@ class ForwardTile {
     const int64_t row = partial_row(p_);
     for (int r = 0; r < tile_.rows; r += S::kWidth) {
       T* to[S::kWidth];
-      for (int l = 0; l < S::kWidth; ++l) {
+      for (int l = 0; l < S::kWidth; ++l)
         to[l] = r + l < tile_.rows ? partial + (r + l) * row : nullptr;
-      }
       transpose_columns<T>(out_t_ + r, kRows, p_.value_dim, S::load(factor + r), to);
     }
     for (int r = 0; r < tile_.rows; ++r) {
-      T* to = partial + r * row + p_.value_dim;
-      to[0] = max[r];
-      to[1] = sum[r];
+      partial[r * row + p_.value_dim] = max[r];
+      partial[r * row + p_.value_dim + 1] = sum[r];
     }
   }
 

@@ -18,8 +18,7 @@ namespace qkv::kernels::QKV_ISA {
 enum OfKeys { kKey, kKeyT, kValue, kValueT, kOfKeys };
 enum OfRows { kQuery, kQueryT, kGradOut, kOfRows };
 
-/// Where Products that round tiles take them in pairs of keys: R ∘ P ∘ S' (or any other), and R ∘
-/// P.
+/// Where Products that round tiles take them in pairs of keys: R ∘ P ∘ S', or any, and R ∘ P.
 enum TileInPairs { kMoved, kStill };
 
 /// A matrix that is not there has no data; nor has one without columns.
