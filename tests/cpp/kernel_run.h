@@ -478,16 +478,15 @@ class KernelRun {
     backward.out = operand<const T>(out_.data(), s_.queries, s_.value_dim);
     backward.out_rest = {};
     ASSERT_TRUE(of_half.tangents->takes(backward.problem));
-    run_tangents(*of_half.tangents, backward);
-    expect_rounded_tangents(*of_half.tangents, upper_half, lower_half);
+    const JvpParams<T> jvp = run_tangents(*of_half.tangents, backward);
+    expect_rounded_tangents(*of_half.tangents, jvp, upper_half, lower_half);
   }
 
   /// Those of an output that is read in two halves and written to bfloat16 are the same, rounded.
-  void expect_rounded_tangents(const TangentKernels<float>& kernels, Operand<const T> out,
-                               Operand<const T> out_rest) {
+  void expect_rounded_tangents(const TangentKernels<float>& kernels, JvpParams<T> jvp,
+                               Operand<const T> out, Operand<const T> out_rest) {
     std::vector<uint16_t> stored(out_.size());
     std::vector<T> exact(out_.size()), rounded(out_.size());
-    JvpParams<T> jvp = jvp_;
     jvp.takes_means = true;  // else large moves of all scores are multiplied with O
     jvp.out_t.data = exact.data();
     run_jvp(kernels, jvp);
@@ -514,8 +513,9 @@ class KernelRun {
     }
   }
 
-  /// The derivatives of forward and backward along all directions.
-  void run_tangents(const TangentKernels<T>& kernels, const BackwardParams<T>& backward) {
+  /// The derivatives of forward and backward along all directions. Returns what the former's were
+  /// computed from.
+  JvpParams<T> run_tangents(const TangentKernels<T>& kernels, const BackwardParams<T>& backward) {
     const bool in_16_bits = backward.problem.key_value_storage != Storage::kSame;
     out_t_.resize(out_.size());
     lse_t_.resize(lse_.size());
@@ -545,7 +545,6 @@ class KernelRun {
     jvp.out_t = operand<T>(out_t_.data(), s_.queries, s_.value_dim);
     jvp.lse_t = lse_t_.data();
     run_jvp(kernels, jvp);
-    jvp_ = jvp;
 
     BackwardBackwardParams<T> second{};
     second.backward = backward;
@@ -570,10 +569,11 @@ class KernelRun {
     }
     run_splits(params, params.splits, kernels.sum_keys_units(params),
                kernels.second_order_scratch_bytes(params), kernels.second_order, kernels.sum_keys);
-    if (!in_16_bits) return;
+    if (!in_16_bits) return jvp;
     widen(dq, dq_t_);
     widen(dk, dk_t_);
     widen(dv, dv_t_);
+    return jvp;
   }
 
   const CpuKernels<T>& kernels_;
@@ -581,7 +581,6 @@ class KernelRun {
   std::vector<uint16_t> q16_, k16_, v16_, g16_, q_t16_, k_t16_, v_t16_;
   std::vector<T> q_, k_, v_, g_, slopes_, sinks_, out_, lse_, lse_rest_, dq_, dk_, dv_;
   std::vector<T> q_t_, k_t_, v_t_, slopes_t_, sinks_t_, out_t_, lse_t_, dq_t_, dk_t_, dv_t_;
-  JvpParams<T> jvp_;  // the last
   std::vector<T> far_k_, far_v_;
 };
 

@@ -247,10 +247,7 @@ class AmxForward {
     with_constant(out.has_any, add_products);
     for (int64_t b = 0; b < blocks; ++b) {
       if (packed.poisoned[first_block + b] == 0) continue;
-      const auto weight = [pairs](int k, int r) {
-        const Pair pair = pairs[k / 2 * kRows + r];
-        return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
-      };
+      const auto weight = [pairs](int k, int r) { return number_of_pairs<kRows>(pairs, k, r); };
       const int64_t stride = p_.value.row_stride;
       add_non_finite<kVectors, kRows>(keys, p_.value_dim, values_ + first_key * stride, stride,
                                       weight, bits, out.first);

@@ -242,10 +242,7 @@ class ForwardInPairs {
           S::store(out_t + d * kRows + v * S::kWidth, x);
         }));
     if (poisoned) {
-      const auto weight = [weights](int k, int r) {
-        const BFloat16Pair pair = weights[k / 2 * kRows + r];
-        return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
-      };
+      const auto weight = [weights](int k, int r) { return number_of_pairs<kRows>(weights, k, r); };
       add_non_finite<kVectors, kRows>(keys, p_.value_dim, values, row, weight, bits, out_t);
     }
   }
@@ -261,6 +258,7 @@ class ForwardInPairs {
   }
 
   /// Of one vector of rows; an even number of keys, of which two are interleaved in registers.
+  /// (`interleaved` asks whether there is a second one, which took a tenth of the time here.)
   void add_values_where_they_lie(int keys, const BFloat16* values, const BFloat16Pair* weights,
                                  Sums<float> out) const {
     const int64_t row = p_.value.row_stride;

@@ -80,6 +80,13 @@ inline void set_non_finite_to_zero(int64_t count, BFloat16Pair* pairs) {
   }
 }
 
+/// Of key k and row r in a tile pairs[keys / 2][kRows].
+template <int kRows, class Half>
+QKV_INLINE float number_of_pairs(const HalfPair<Half>* pairs, int k, int r) {
+  const HalfPair<Half> pair = pairs[k / 2 * kRows + r];
+  return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
+}
+
 /// Oᵀ += Vᵀ · P for what is not finite in V, which has been left out of the product: for the pairs
 /// that are kept, or all if bits is nullptr. P is weight(key, row).
 template <int kVectors, int kRows, class Half, class Weight>

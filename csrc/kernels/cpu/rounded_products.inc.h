@@ -34,8 +34,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
     if (!rounds_tiles_of(p) || rows_of_kv_head(p) <= kRows) return 0;
     int64_t pairs = 0;
     for_each_in_pairs(matrices, [&](OfKeys, int64_t size) { pairs += size; });
-    const int64_t bytes = pairs * static_cast<int64_t>(sizeof(BFloat16Pair));
-    return p.batch * p.kv_heads * bytes <= kMostBytesOfCopies ? bytes : 0;
+    return bytes_of_copies(p, pairs * static_cast<int64_t>(sizeof(BFloat16Pair)));
   }
   static void prepare(const TangentMatrices<float>& matrices, const RowTile<kRows>& tile,
                       void* prepared) {
@@ -102,10 +101,7 @@ class RoundedProducts : public VectorProducts<InPairs> {
           b + keys.begin / 2 * kRows + r, kRows, Sums<float>{c + r, kRows});
     });
     if (!leaves_out) return;
-    const auto of_tile = [b](int k, int r) {
-      const BFloat16Pair pair = b[k / 2 * kRows + r];
-      return static_cast<float>(k % 2 == 0 ? pair.first : pair.second);
-    };
+    const auto of_tile = [b](int k, int r) { return number_of_pairs<kRows>(b, k, r); };
     add_non_finite<kVectors, kRows>(block_.keys, width, keys_of_x, stride, of_tile, block_.bits, c);
   }
 

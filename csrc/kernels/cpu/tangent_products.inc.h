@@ -75,8 +75,7 @@ class VectorProducts {
   static int64_t prepared_bytes(const TangentMatrices<T>& matrices) {
     int64_t numbers = 0;
     for_each_copy(matrices, [&](OfKeys, int64_t size) { numbers += size; });
-    const int64_t bytes = numbers * static_cast<int64_t>(sizeof(T));
-    return matrices.p.batch * matrices.p.kv_heads * bytes <= kMostBytesOfCopies ? bytes : 0;
+    return bytes_of_copies(matrices.p, numbers * static_cast<int64_t>(sizeof(T)));
   }
   static void prepare(const TangentMatrices<T>& matrices, const RowTile<kRows>& tile,
                       void* prepared) {
@@ -197,7 +196,12 @@ class VectorProducts {
 
  protected:
   using Factor = typename Scores::Factor;
-  static constexpr int64_t kMostBytesOfCopies = int64_t{1} << 26;  // of all heads
+
+  /// Those of a head, or 0: none are made if all heads' took too many.
+  static int64_t bytes_of_copies(const Problem<T>& p, int64_t bytes_of_head) {
+    constexpr int64_t kMost = int64_t{1} << 26;
+    return p.batch * p.kv_heads * bytes_of_head <= kMost ? bytes_of_head : 0;
+  }
 
   TangentMatrices<T> m_;
   const RowTile<kRows>* tile_ = nullptr;
