@@ -7,7 +7,7 @@
 
 // AVX-512 in software, as much of it as the kernels use, so that a processor with AVX2 can test
 // them: their sources include this in place of the system's <immintrin.h> and are compiled for
-// AVX2. With QKV_EMULATES_BF16 there is AVX512-BF16 as well.
+// AVX2. With QKV_EMULATES_BF16 there are AVX512-BF16 and AVX512-VNNI as well.
 //
 // These are functions in the kernels' own namespace, where they are found before those of the
 // compiler, which has the same names for processors with AVX-512 only; vectors of 512 bits and
@@ -240,6 +240,10 @@ inline __m512i _mm512_mul_epu32(__m512i a, __m512i b) {
 
 inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 inline __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
+inline __m512i _mm512_max_epi32(__m512i a, __m512i b) {
+  using Signed = VectorOf<int32_t>;
+  return (__m512i)((Signed)a > (Signed)b ? (Signed)a : (Signed)b);
+}
 /// Of table, the bit whose number the bits of a, b and c are.
 inline __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table) {
   __m512i x = {};
@@ -391,6 +395,15 @@ inline __m256i _mm512_cvtps_ph(__m512 x, int how) {
   __m256 parts[2];
   _mm512_storeu_ps(parts, x);
   return _mm256_set_m128i(_mm256_cvtps_ph(parts[1], kNearest), _mm256_cvtps_ph(parts[0], kNearest));
+}
+
+// AVX512-VNNI.
+
+inline __m512i _mm512_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) {
+  using Signed = VectorOf<int32_t>;
+  const auto even = [](__m512i x) { return (Lanes32)((Signed)((Lanes32)x << 16) >> 16); };
+  const auto odd = [](__m512i x) { return (Lanes32)((Signed)x >> 16); };
+  return (__m512i)((Lanes32)sum + even(a) * even(b) + odd(a) * odd(b));
 }
 
 // AVX512-BF16: subnormal numbers count as zeros and become zeros.

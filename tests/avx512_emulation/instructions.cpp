@@ -3,7 +3,8 @@
 #include <string.h>
 
 // What could be wrong in an emulated instruction and unseen in an attention, against values from
-// Intel's manual, by hand. Compiled with the emulation, and for processors that have AVX512-BF16.
+// Intel's manual, by hand. Compiled with the emulation, and for processors that have AVX512-BF16
+// and AVX512-VNNI.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -73,6 +74,14 @@ void permutations() {
 void words_and_masks() {
   const auto a = words({0xf0}), b = words({0xcc}), c = words({0xaa});  // bit i: those of i
   check("ternarylogic_epi32", _mm512_ternarylogic_epi32(a, b, c, 0x1d), {0xffffff1d});
+  check("max_epi32", _mm512_max_epi32(words({~0u, 5}), words({3, ~0u})), {3, 5});
+  const auto pair = [](int even, int odd) {
+    return words({(static_cast<uint32_t>(even) & 0xffff) | static_cast<uint32_t>(odd) << 16});
+  };
+  check("dpwssd_epi32", _mm512_dpwssd_epi32(words({1}), pair(-2, 3), pair(5, 7)), {12});
+  check("dpwssd_epi32, the largest",
+        _mm512_dpwssd_epi32(words({~0u}), pair(-0x8000, -0x8000), pair(-0x8000, -0x8000)),
+        {0x7fffffff});
   check("mul_epu32", _mm512_mul_epu32(words({~0u, 5}), words({~0u, 7})), {0xfffffffe00000001u});
   check("slli_epi32", _mm512_slli_epi32(words({3}), 32), {0});
   check("srli_epi32", _mm512_srli_epi32(words({0x80000000}), 31), {1});

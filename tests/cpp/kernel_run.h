@@ -444,8 +444,8 @@ class KernelRun {
 
   /// The backward and the tangents again, from and to bfloat16.
   void run_in_bfloat16(const OfHalf& of_half, BackwardParams<float> backward) {
-    const HalfBackwardKernels& kernels = *of_half.backward;
-    ASSERT_TRUE(kernels.takes(backward.problem));
+    const BackwardKernels<float>*tiles = &kernels_, *multiplying = of_half.backward;
+    if (of_half.backward->takes(backward.problem)) tiles = multiplying;
     read_in_16_bits(backward.problem, Storage::kBFloat16);
     if (of_half.forward != nullptr && !of_half.forward->takes(backward.problem)) {
       ForwardParams<float> lse_alone{};  // of the scores in bfloat16
@@ -471,7 +471,7 @@ class KernelRun {
     backward.grad_query.data = pointer(dq);
     backward.grad_key.data = pointer(dk);
     backward.grad_value.data = pointer(dv);
-    run_backward(backward_after(of_half.forward, kernels, backward.problem), backward);
+    run_backward(backward_after(of_half.forward, *tiles, backward.problem), backward);
     widen(dq, dq_);
     widen(dk, dk_);
     widen(dv, dv_);

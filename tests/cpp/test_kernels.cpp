@@ -502,8 +502,12 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
         const auto errors = KernelRun<float>(*table_, shape, splits, kernels).errors(0x1p-8);
         const std::string what = "queries " + std::to_string(shape.queries) + " keys " +
                                  std::to_string(shape.keys) + " splits " + std::to_string(splits);
-        // Sums of up to 300 numbers, which are cut off at 2^-16 where AMX multiplies them.
-        EXPECT_LT(errors.gradients, 2e-4) << what;
+        // Sums of up to 300 numbers, which are cut off at 2^-16 where AMX multiplies them. In fixed
+        // point they err by 2^-17 of their sum each: gradients of up to 30, of which bfloat16 has
+        // multiples of 1/8, by 4e-4.
+        const bool in_fixed_point = kernels.backward == table_->bfloat16_backward &&
+                                    std::string(table_->isa) == "avx512_bf16";
+        EXPECT_LT(errors.gradients, in_fixed_point ? 5e-4 : 2e-4) << what;
         EXPECT_LT(errors.output, 2e-4) << what;
         const bool rounds = kernels.tangents == table_->bfloat16_tangents &&
                             std::string(table_->isa) == "avx512_bf16" && shape.keys >= 128;

@@ -104,7 +104,7 @@ inline int64_t one_split(const BackwardParams<T>&) {
   return 1;
 }
 
-template <class Scores, class T>
+template <class Scores, template <class, int> class Gradients, class T>
 inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   const Problem<T>& p = params.problem;
   const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
@@ -112,10 +112,11 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
       (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
   const int64_t keys = params.splits_of_unit * longest_split;
   using Tile = BackwardTile<Scores, kBackwardVectors>;
+  using Products = Gradients<Scores, kBackwardVectors>;
   const int64_t numbers = Tile::scratch_numbers(p) +
-                          GradientProducts<Scores, kBackwardVectors>::scratch_numbers(p) +
+                          Products::scratch_numbers(p) +
                           kMostPartsOfUnit * p.head_dim * Tile::kRows + widths * keys +
-                          Tile::numbers_of_copies(p, keys);
+                          Tile::numbers_of_copies(p, keys) + Products::numbers_of_keys(p, keys);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
@@ -168,12 +169,11 @@ inline void unpack_grad_query(const BackwardParams<T>& params, const RowTile<kRo
 }
 
 /// Some splits of a key/value head, all its rows.
-template <class Scores, int kVectors>
+template <class Scores, class Gradients, int kVectors>
 class BackwardUnit {
  public:
   using T = typename Scores::Number;
   using Work = BackwardTile<Scores, kVectors>;
-  using Gradients = GradientProducts<Scores, kVectors>;
   using S = Simd<T>;
   static constexpr int kRows = Work::kRows;
 
@@ -205,7 +205,7 @@ class BackwardUnit {
     for (int64_t t = 0; t < tiles; ++t) {
       work_.tile = t == 0 ? RowTile<kRows>::of_head(p_, head_, 0) : next_tile_;
       if (t + 1 < tiles) next_tile_ = RowTile<kRows>::of_head(p_, head_, t + 1);
-      if (t == 0) work_.load_keys(keys_of_splits(params_, splits_), copies_of_keys_);
+      if (t == 0) load_keys();
       add_tile(t, tiles);
     }
     for (int64_t i = 0; i < splits_.end - splits_.begin; ++i) {
@@ -215,6 +215,13 @@ class BackwardUnit {
   }
 
  private:
+  void load_keys() {
+    const KeyRange keys = keys_of_splits(params_, splits_);
+    work_.load_keys(keys, copies_of_keys_);
+    gradients_.load_keys(work_.tile, keys,
+                         copies_of_keys_ + Work::numbers_of_copies(p_, keys.end - keys.begin));
+  }
+
   void add_tile(int64_t t, int64_t tiles) {
     const int64_t size = p_.head_dim * kRows;
     const bool is_head = units_of_head(params_) == 1;
@@ -272,7 +279,8 @@ class BackwardUnit {
       }
       if (p_.softcap != T(0)) work_.through_softcap(state, block);
 
-      gradients_.add_to_keys(n, block, partial, of_key, of_value);
+      gradients_.load_block(n, block, partial);
+      gradients_.add_to_keys(of_key, of_value);
       if (!needs_query) continue;
       // Vectors without a row are read where parts are summed, and nowhere else.
       const bool writes_all = !partial && (params_.splits == 1 || tile.rows > kRows - S::kWidth);
@@ -280,7 +288,7 @@ class BackwardUnit {
         set_to_zero(grad_query_t, p_.head_dim * kRows);
         has_grad_query = true;
       }
-      gradients_.add_to_rows(block, partial, Sums<T>{grad_query_t, kRows, has_grad_query});
+      gradients_.add_to_rows(Sums<T>{grad_query_t, kRows, has_grad_query});
       has_grad_query = true;
     }
     if (needs_query && !range.empty() && !has_grad_query) {
@@ -358,11 +366,12 @@ inline void with_backward_vectors(const Problem<T>& problem, F f) {
 
 /// Units count those of first_head, then of the next head; partial_grad_query begins with
 /// first_head.
-template <class Scores, class T>
+template <class Scores, template <class, int> class Gradients, class T>
 inline void attention_backward(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                                void* scratch) {
   with_backward_vectors(params.problem, [&](auto vectors) {
-    BackwardUnit<Scores, vectors()>(params, first_head, unit, scratch).run();
+    using Products = Gradients<Scores, vectors()>;
+    BackwardUnit<Scores, Products, vectors()>(params, first_head, unit, scratch).run();
   });
 }
 
@@ -376,14 +385,15 @@ inline void sum_grad_query(const BackwardParams<T>& params, int64_t first_head, 
   });
 }
 
-/// Scores says how S and dP are multiplied (score_products.inc.h).
-template <class Scores, class T = typename Scores::Number>
+/// Scores says how S and dP are multiplied (score_products.inc.h), Gradients how P and dS are.
+template <class Scores, template <class, int> class Gradients = GradientProducts,
+          class T = typename Scores::Number>
 constexpr BackwardKernels<T> make_backward_kernels() {
   return {backward_row_tiles<T>,
           most_splits_of_unit<T>,
-          backward_scratch_bytes<Scores, T>,
+          backward_scratch_bytes<Scores, Gradients, T>,
           partial_grad_query_size<T>,
-          attention_backward<Scores, T>,
+          attention_backward<Scores, Gradients, T>,
           sum_grad_query<T>,
           mask_gradient_scratch_bytes<Scores, T>,
           mask_gradient<Scores, T>};

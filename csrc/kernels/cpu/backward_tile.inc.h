@@ -57,10 +57,9 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 
   static int64_t scratch_numbers(const Problem<T>& p) {
     const int64_t tiles = p.softcap != T(0) ? 4 : 3;
-    const int64_t lines = Scores::kInNumbers ? 1 : 2;  // of K
     return Scores::column_factors(p.head_dim, kRows) + Scores::column_factors(p.value_dim, kRows) +
            (tiles * kBackwardBlockKeys + kBackwardBlockKeys / 8) * kRows +
-           kBackwardBlockKeys * (lines * spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
+           kBackwardBlockKeys * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
   }
 
   BackwardTile(const BackwardParams<T>& backward, T* scratch, bool whole_tile = true)
@@ -74,10 +73,8 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     mask.bias = ds_tile + kBackwardBlockKeys * kRows;
     cap_tile = mask.bias + kBackwardBlockKeys * kRows;
     key_rows = p.softcap != T(0) ? cap_tile + kBackwardBlockKeys * kRows : cap_tile;
-    T* lines = key_rows;
-    if (!Scores::kInNumbers) lines += kBackwardBlockKeys * spread_row<T>(p.head_dim);
-    key_lines = reinterpret_cast<Factor*>(lines);
-    lines += kBackwardBlockKeys * spread_row<T>(p.head_dim);
+    key_lines = reinterpret_cast<Factor*>(key_rows);
+    T* lines = key_rows + kBackwardBlockKeys * spread_row<T>(p.head_dim);
     value_lines = reinterpret_cast<Factor*>(lines);
     lines += kBackwardBlockKeys * spread_row<T>(p.value_dim);
     mask.bits = reinterpret_cast<uint8_t*>(lines);
@@ -90,9 +87,8 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   static int64_t numbers_of_copies(const Problem<T>& p, int64_t count) {
     const Storage storage = p.key_value_storage;
     const bool wanted = wants_copies<T>(p.key, storage) || wants_copies<T>(p.value, storage);
-    if (!wanted || rows_of_kv_head(p) <= kBackwardVectors * S::kWidth) return 0;
-    return count *
-           (spread_row<T>(p.head_dim) + (Scores::kInNumbers ? spread_row<T>(p.value_dim) : 0));
+    if (!Scores::kInNumbers || !wanted || rows_of_kv_head(p) <= kBackwardVectors * S::kWidth) return 0;
+    return count * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
   }
 
   /// Copies those of `keys` that any row sees to `to`, if there are numbers_of_copies.
@@ -100,12 +96,10 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     keys = keys_to_copy(p).intersection(keys);
     if (keys.empty()) return;
     const int64_t count = keys.end - keys.begin;
-    const bool reads_numbers = Scores::kInNumbers || params.grad_query.data != nullptr;
-    if (!reads_numbers || numbers_of_copies(p, count) == 0) return;
+    if (numbers_of_copies(p, count) == 0) return;
     const Storage storage = p.key_value_storage;
     copied = keys;
     copied_keys = copies_of_rows(tile, p.key, storage, keys.begin, count, p.head_dim, to);
-    if (!Scores::kInNumbers) return;
     copied_values = copies_of_rows(tile, p.value, storage, keys.begin, count, p.value_dim,
                                    to + count * spread_row<T>(p.head_dim));
   }
@@ -141,13 +135,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     };
     const Rows<Factor> of_key = lines_of(p.key, p.head_dim, copied_keys, key_lines);
     const Rows<Factor> of_value = lines_of(p.value, p.value_dim, copied_values, value_lines);
-    if constexpr (Scores::kInNumbers) {
-      key = of_key;
-    } else if (params.grad_query.data != nullptr) {
-      key = has_copies ? copied_keys.from(of_copies)
-                       : rows_of_block(tile, p.key, p.key_value_storage, first_key, count,
-                                       p.head_dim, key_rows);
-    }
+    if constexpr (Scores::kInNumbers) key = of_key;
     if (partial && !whole) {
       seen.see_by_band(p, tile, first_key, count);
     } else {

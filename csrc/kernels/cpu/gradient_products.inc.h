@@ -17,17 +17,16 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of c have `width` numbers, whole
-/// vectors.
-template <class T, int kRows, class Sum>
-inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t b_row,
-                              int64_t width, Sums<Sum> c) {
+/// f(first column, vectors, rows summed together): a matrix with so many columns, whole vectors, cut
+/// into what is multiplied at a time.
+template <class T, class F>
+QKV_INLINE void for_each_columns(int64_t width, F f) {
   using S = Simd<T>;
   constexpr int kMost = S::kOuterVectors, kHalf = (kMost + 2) / 2;
-  const auto columns = [&](auto vectors, auto broadcast) __attribute__((always_inline)) {
-    multiply_add<T, vectors(), broadcast()>(keys, rows, a, kRows, UnitStride{}, b, b_row, c);
-    b += vectors() * S::kWidth;
-    c = c.from(0, vectors() * S::kWidth);
+  int64_t d = 0;
+  const auto columns = [&](auto vectors, auto together) __attribute__((always_inline)) {
+    f(d, vectors, together);
+    d += vectors() * S::kWidth;
   };
   int64_t left = width / S::kWidth;
   for (; left >= kMost && left != kMost + 1; left -= kMost) {
@@ -41,6 +40,18 @@ inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b
   if (left == 3) columns(Constant<3>{}, Constant<rows_together<T, 3>()>{});
   if (left == 2) columns(Constant<2>{}, Constant<rows_together<T, 2>()>{});
   if (left == 1) columns(Constant<1>{}, Constant<rows_together<T, 1>()>{});
+}
+
+/// c[n][d] += sum over r < rows of a[n][r] · b[r][d]. Rows of c have `width` numbers, whole
+/// vectors.
+template <class T, int kRows, class Sum>
+inline void multiply_add_rows(int64_t keys, int64_t rows, const T* a, const T* b, int64_t b_row,
+                              int64_t width, Sums<Sum> c) {
+  for_each_columns<T>(
+      width, [&](int64_t d, auto vectors, auto together) __attribute__((always_inline)) {
+        multiply_add<T, vectors(), together()>(keys, rows, a, kRows, UnitStride{}, b + d, b_row,
+                                               c.from(0, d));
+      });
 }
 
 template <class Scores, int kVectors>
@@ -64,6 +75,10 @@ class GradientProducts {
         packed_query_(scratch),
         packed_grad_out_(scratch + kRows * spread_row<T>(p_.head_dim)) {}
 
+  /// Those that `work` has are multiplied.
+  static int64_t numbers_of_keys(const Problem<T>&, int64_t) { return 0; }
+  void load_keys(const RowTile<kRows>&, KeyRange, T*) {}
+
   /// Of a tile whose rows `work` has loaded.
   void load_rows() {
     const Storage storage = p_.key_value_storage;
@@ -77,35 +92,41 @@ class GradientProducts {
     knows_finite_ = false;
   }
 
-  /// Adds to dK and dV of the keys first_key .. first_key + count, if they are asked for.
-  void add_to_keys(int64_t first_key, int count, bool partial, KeySums<T>& of_key,
-                   KeySums<T>& of_value) {
+  /// The keys first_key .. first_key + count, which `work` has loaded.
+  void load_block(int64_t first_key, int count, bool partial) {
+    first_key_ = first_key;
+    count_ = count;
+    partial_ = partial;
+  }
+
+  /// Adds to dK and dV of the block's keys, if they are asked for.
+  void add_to_keys(KeySums<T>& of_key, KeySums<T>& of_value) {
     const auto for_each_gradient = [&](auto add) __attribute__((always_inline)) {
       if (needs_value_) add(work_.p_tile, grad_out_, of_value);
       if (needs_key_) add(work_.ds_tile, query_, of_key);
     };
-    if (partial && !rows_finite()) {
+    if (partial_ && !rows_finite()) {
       for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
-        multiply_add_kept_rows<T, kRows>(count, work_.tile.rows, pairs, rows.first, rows.stride,
+        multiply_add_kept_rows<T, kRows>(count_, work_.tile.rows, pairs, rows.first, rows.stride,
                                          work_.mask.bits, sums.width,
-                                         sums.to_add_to(first_key, first_key + count));
+                                         sums.to_add_to(first_key_, first_key_ + count_));
       });
       return;
     }
-    work_.seen.for_each_strip(count, [&](KeyRange seen, int r, int rows_seen) {
+    work_.seen.for_each_strip(count_, [&](KeyRange seen, int r, int rows_seen) {
       for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
         multiply_add_rows<T, kRows>(
             seen.end - seen.begin, rows_seen, pairs + seen.begin * kRows + r, rows.from(r).first,
-            rows.stride, sums.width, sums.to_add_to(first_key + seen.begin, first_key + seen.end));
+            rows.stride, sums.width, sums.to_add_to(first_key_ + seen.begin, first_key_ + seen.end));
       });
     });
   }
 
   /// Adds to dQᵀ[D][rows] of the tile, without the scale, or writes it if there is none yet.
-  void add_to_rows(int count, bool partial, Sums<T> grad_query_t) {
-    const Rows<T> key = spread_rows<T>(work_.key, count, p_.head_dim, work_.key_rows);
-    if (partial && !all_finite<T>(key.first, key.stride, count, p_.head_dim)) {
-      multiply_add_kept_keys<T, kVectors>(count, p_.head_dim, key.first, key.stride, work_.ds_tile,
+  void add_to_rows(Sums<T> grad_query_t) {
+    const Rows<T> key = spread_rows<T>(work_.key, count_, p_.head_dim, work_.key_rows);
+    if (partial_ && !all_finite<T>(key.first, key.stride, count_, p_.head_dim)) {
+      multiply_add_kept_keys<T, kVectors>(count_, p_.head_dim, key.first, key.stride, work_.ds_tile,
                                           work_.mask.bits, grad_query_t.first);
       return;
     }
@@ -137,6 +158,9 @@ class GradientProducts {
   T* packed_grad_out_;  // [rows][Dv]
   Rows<T> query_{}, grad_out_{};
   bool knows_finite_ = false, rows_finite_ = false;
+  int64_t first_key_ = 0;  // of the block
+  int count_ = 0;
+  bool partial_ = false;
 };
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -20,7 +20,9 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 
 /// Zen 4, the one processor of its family with AVX-512, does operations of 512 bits as two of 256.
 bool halves_long_vectors() { return has_avx512() && __builtin_cpu_is("amdfam19h"); }

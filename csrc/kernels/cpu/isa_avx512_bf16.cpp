@@ -6,6 +6,7 @@
 #include "kernels/cpu/attention_forward.inc.h"
 #include "kernels/cpu/avx512_kernels.h"
 #include "kernels/cpu/few_rows_backward.inc.h"
+#include "kernels/cpu/fixed_point_gradients.inc.h"
 #include "kernels/cpu/forward_in_pairs.inc.h"
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/rounded_products.inc.h"
@@ -20,8 +21,8 @@ constexpr BackwardKernels<float> few_rows_backward_kernels =
     make_few_rows_backward_kernels<ForwardInPairs>();
 constexpr HalfForwardKernels bfloat16_forward_kernels = {
     make_forward_kernels<ForwardInPairs>(&few_rows_backward_kernels), ForwardInPairs::takes};
-constexpr HalfBackwardKernels bfloat16_backward_kernels = {make_backward_kernels<InPairs>(),
-                                                           takes_all};
+constexpr HalfBackwardKernels bfloat16_backward_kernels = {
+    make_backward_kernels<InPairs, FixedPointGradients>(), rounds_weights_of};
 constexpr HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<RoundedProducts>(),
                                                          takes_all};
 
