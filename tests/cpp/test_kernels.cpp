@@ -493,6 +493,8 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
       {1, 1, 170, 409, 64, 300, {-1, 0, 239}},  // several turns of a forward
       {1, 1, 50, 140, 270, 20, all},            // more pairs than are multiplied at a time
       {16, 1, 1, 291, 20, 40, all},             // rows of one vector
+      {2, 1, 70, 290, 24, 40, all, true},       // whole tiles, of which two vectors have no row
+      {1, 1, 96, 400, 40, 24, {150, 20, 230}},  // whole blocks that begin anywhere
   };
   for (const Shape& shape : shapes) {
     for (int64_t splits : {1, 2, 3}) {
@@ -503,11 +505,10 @@ TEST_P(Kernels, DerivativesOfBFloat16) {
         const std::string what = "queries " + std::to_string(shape.queries) + " keys " +
                                  std::to_string(shape.keys) + " splits " + std::to_string(splits);
         // Sums of up to 300 numbers, which are cut off at 2^-16 where AMX multiplies them. In fixed
-        // point they err by 2^-17 of their sum each: gradients of up to 30, of which bfloat16 has
-        // multiples of 1/8, by 4e-4.
+        // point each errs by 2^-18 of them all: dS grow with the value dim, to gradients of 11.
         const bool in_fixed_point = kernels.backward == table_->bfloat16_backward &&
-                                    std::string(table_->isa) == "avx512_bf16";
-        EXPECT_LT(errors.gradients, in_fixed_point ? 5e-4 : 2e-4) << what;
+                                    std::string(table_->isa).find("avx512_bf16") == 0;
+        EXPECT_LT(errors.gradients, in_fixed_point && shape.value_dim > 256 ? 3e-4 : 2e-4) << what;
         EXPECT_LT(errors.output, 2e-4) << what;
         const bool rounds = kernels.tangents == table_->bfloat16_tangents &&
                             std::string(table_->isa) == "avx512_bf16" && shape.keys >= 128;

@@ -136,6 +136,20 @@ def test_what_is_not_kept_may_be_nan(where, dtype):
 
 
 @half_types
+def test_what_is_not_kept_may_be_large(dtype):
+    """It leaves every bit: nothing is measured by it."""
+    query, key, value, grad = problem(1, 2, 1, 110, 333, 18, 34, dtype)
+    keep = torch.rand(110, 333, generator=samples.generator(8)) < 0.7
+    lost_keys, lost_rows = [0, 31, 32, 100, 332], [0, 15, 32, 60, 109]
+    keep[:, lost_keys] = keep[lost_rows] = False
+    clean = gradients(query, key, value, grad, attn_mask=keep)
+    for x, lost in ((key, lost_keys), (value, lost_keys), (query, lost_rows), (grad, lost_rows)):
+        x[..., lost, :] = torch.finfo(dtype).max
+    for c, p in zip(clean, gradients(query, key, value, grad, attn_mask=keep)):
+        assert torch.equal(c, p)
+
+
+@half_types
 @pytest.mark.parametrize("where", ["key", "value", "query", "grad"])
 def test_what_is_kept_shows_its_nan(where, dtype):
     """Without a mask, where a causal one ends, and in no other row or key."""
@@ -155,6 +169,98 @@ def test_what_is_kept_shows_its_nan(where, dtype):
         assert torch.equal(dk[..., at + 1 :, :], clean[1][..., at + 1 :, :])
         assert torch.equal(dv[..., at + 1 :, :], clean[2][..., at + 1 :, :])
         assert dk[..., : at + 1, :].isnan().all() and dv[..., : at + 1, 3].isnan().all()
+
+
+@half_types
+def test_nan_of_one_column(dtype):
+    """Of what came in for the output: in the values' gradient it stays in its column."""
+    query, key, value, grad = problem(1, 1, 1, 100, 100, 32, 32, dtype)
+    clean = gradients(query, key, value, grad, is_causal=True)[2]
+    grad[..., 57, 3] = NAN
+    poisoned = gradients(query, key, value, grad, is_causal=True)[2]
+    seen = torch.zeros_like(clean, dtype=torch.bool)
+    seen[..., :58, 3] = True
+    assert poisoned[seen].isnan().all()
+    torch.testing.assert_close(poisoned[~seen], clean[~seen])
+
+
+@half_types
+def test_rows_of_any_size(dtype):
+    """What is large in one row is no measure for another: each row of a gradient is as exact."""
+    m, n, d = 200, 300, 32
+    query, key, value, grad = problem(1, 1, 1, m, n, d, d, dtype)
+    smallest = -60 if dtype == torch.bfloat16 else -8
+    powers = lambda rows: 2.0 ** torch.arange(smallest, 0).repeat(rows)[:rows].view(-1, 1)
+    # Each value's gradient is that of one row, or of all in the other half.
+    keep = torch.zeros(m, n, dtype=torch.bool)
+    keep[torch.arange(m // 2), torch.arange(m // 2)] = True
+    keep[m // 2 :, m // 2 :] = True
+    grad[..., : m // 2, :] *= powers(m // 2).to(dtype)
+    key[..., m // 2 :, :] *= powers(n - m // 2).to(dtype)
+    actual = gradients(query, key, value, grad, attn_mask=keep)
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    out, _, _ = definition.attention(*leaves, attn_mask=keep)
+    for name, a, e in zip("qkv", actual, torch.autograd.grad(out, leaves, grad.double())):
+        error, size = (a.double() - e).norm(dim=-1), e.norm(dim=-1)
+        tiny = torch.finfo(dtype).tiny if dtype == torch.float16 else 1e-6
+        assert (error <= 2.0**-8 * size + tiny).all(), name
+
+
+@half_types
+def test_columns_of_any_size(dtype):
+    """Each column of a gradient is as exact, whatever the others: some of Q and K are often large."""
+    m, n, d = 200, 300, 48
+    query, key, value, grad = problem(1, 1, 1, m, n, d, d, dtype)
+    powers = 4.0 ** (torch.arange(d) % 5 - 4)
+    grad, query = (x.mul(powers).to(dtype) for x in (grad, query))
+    key[..., 24:] = key[..., 24:].mul(powers.flip(0)[24:]).to(dtype)
+    actual = gradients(query, key, value, grad)
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    out, _, _ = definition.attention(*leaves)
+    for name, a, e in zip("qkv", actual, torch.autograd.grad(out, leaves, grad.double())):
+        error, size = (a.double() - e).norm(dim=-2), e.norm(dim=-2)
+        assert (error <= 2.0**-8 * size).all(), name
+
+
+@half_types
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", [1e-34, 1e-30, 1e-12, 1.0, 1e30])
+def test_gradients_of_any_size(size, is_causal, dtype):
+    """They are proportional to what comes in, as far as the dtype reaches."""
+    if dtype == torch.float16:
+        size = size ** (1 / 10)
+    query, key, value, grad = problem(1, 1, 1, 100, 200, 64, 64, dtype)
+    grad = (grad.double() * size).to(dtype)
+    actual = gradients(query, key, value, grad, is_causal=is_causal, query_offset=100)
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    out, _, _ = definition.attention(*leaves, is_causal=is_causal, query_offset=100)
+    for name, a, e in zip("qkv", actual, torch.autograd.grad(out, leaves, grad.double())):
+        assert (a.double() - e).norm() < 2.0**-8 * e.norm(), name
+
+
+@half_types
+@pytest.mark.parametrize("rows", [96, 200])
+def test_sums_of_the_largest(rows, dtype):
+    """All numbers of one size and all terms of one sign: no sum could be larger for its terms."""
+    n = d = 192
+    largest = 1.9921875  # the largest with 8 bits below 2
+    sign = torch.ones(n)
+    sign[::2] = -1.0
+    query = torch.zeros(1, 1, rows, d)
+    # dP is the sign of the key, so that dS is positive where the key is, and P the same for all.
+    value, grad = torch.zeros(1, 1, n, d), torch.zeros(1, 1, rows, d)
+    value[..., 0] = sign
+    grad[..., 0] = 1.0
+    grad[..., 1:] = largest
+    key = torch.zeros(1, 1, n, d)
+    key[..., : d // 2] = sign.view(-1, 1) * largest
+    query[..., d // 2 :] = largest  # orthogonal to all keys
+    query, key, value, grad = (x.to(dtype) for x in (query, key, value, grad))
+    actual = gradients(query, key, value, grad)
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    out, _, _ = definition.attention(*leaves)
+    for name, a, e in zip("qkv", actual, torch.autograd.grad(out, leaves, grad.double())):
+        assert (a.double() - e).norm() < 2.0**-8 * e.norm(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

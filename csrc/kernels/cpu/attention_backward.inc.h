@@ -113,8 +113,7 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   const int64_t keys = params.splits_of_unit * longest_split;
   using Tile = BackwardTile<Scores, kBackwardVectors>;
   using Products = Gradients<Scores, kBackwardVectors>;
-  const int64_t numbers = Tile::scratch_numbers(p) +
-                          Products::scratch_numbers(p) +
+  const int64_t numbers = Tile::scratch_numbers(p) + Products::scratch_numbers(p) +
                           kMostPartsOfUnit * p.head_dim * Tile::kRows + widths * keys +
                           Tile::numbers_of_copies(p, keys) + Products::numbers_of_keys(p, keys);
   return numbers * static_cast<int64_t>(sizeof(T));
@@ -218,7 +217,7 @@ class BackwardUnit {
   void load_keys() {
     const KeyRange keys = keys_of_splits(params_, splits_);
     work_.load_keys(keys, copies_of_keys_);
-    gradients_.load_keys(work_.tile, keys,
+    gradients_.load_keys(keys,
                          copies_of_keys_ + Work::numbers_of_copies(p_, keys.end - keys.begin));
   }
 
@@ -264,9 +263,10 @@ class BackwardUnit {
     set_to_zero(slope_gradient, kRows);
     bool has_grad_query = false;
     const KeyRange range = work_.keys_of_rows().intersection(keys_of_split(params_, split));
-    for (int64_t n = first_of_eight(range.begin); n < range.end; n += kBackwardBlockKeys) {
-      const int block =
-          range.end - n < kBackwardBlockKeys ? static_cast<int>(range.end - n) : kBackwardBlockKeys;
+    const KeyRange of_all = work_.keys_of_all_rows();
+    int block;
+    for (int64_t n = first_of_eight(range.begin); n < range.end; n += block) {
+      block = keys_of_block(n, range.end, of_all);
       fetch_keys(n + block, split);
       const TileState state = work_.load_block(n, block);
       if (state == TileState::kEmpty) continue;
@@ -280,7 +280,8 @@ class BackwardUnit {
       if (p_.softcap != T(0)) work_.through_softcap(state, block);
 
       gradients_.load_block(n, block, partial);
-      gradients_.add_to_keys(of_key, of_value);
+      gradients_.add_to_keys(params_.grad_key.data != nullptr ? &of_key : nullptr,
+                             params_.grad_value.data != nullptr ? &of_value : nullptr);
       if (!needs_query) continue;
       // Vectors without a row are read where parts are summed, and nowhere else.
       const bool writes_all = !partial && (params_.splits == 1 || tile.rows > kRows - S::kWidth);
@@ -298,6 +299,18 @@ class BackwardUnit {
       T* of_rows = params_.slope_gradient_of_rows + split * p_.batch * p_.query_heads * p_.queries;
       for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p_, r)] = slope_gradient[r];
     }
+  }
+
+  /// How many keys a block takes from n on: up to where those begin or end that all rows see, if
+  /// these are worth a block of their own, as whole blocks take less work for each pair.
+  static int keys_of_block(int64_t n, int64_t end, KeyRange of_all) {
+    constexpr int64_t kLeast = kBackwardBlockKeys / 3;
+    if (n + kBackwardBlockKeys < end) end = n + kBackwardBlockKeys;
+    const int64_t end_of_all = of_all.end < end ? first_of_eight(of_all.end) : end;
+    const auto whole =
+        KeyRange{n, end}.intersection({first_of_eight(of_all.begin + 7), end_of_all});
+    if (whole.end - whole.begin < kLeast) return static_cast<int>(end - n);
+    return static_cast<int>((whole.begin > n ? whole.begin : whole.end) - n);
   }
 
   /// Of the block of keys from `begin` on, of this split or the next: those that are new are

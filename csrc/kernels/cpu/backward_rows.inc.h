@@ -45,6 +45,10 @@ struct BackwardRows {
     return keys_of_any(p.band, tile.first_query(), tile.last_query(), p.keys);
   }
 
+  KeyRange keys_of_all_rows() const {
+    return keys_of_all(p.band, tile.first_query(), tile.last_query(), p.keys);
+  }
+
   bool sees(KeyRange keys) const { return !keys_of_rows().intersection(keys).empty(); }
 
   /// dot_of_row(r) is <dO_r, O_r>.

@@ -45,9 +45,9 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   T* ds_tile;                          // [keys][rows]
   T* cap_tile;                         // [keys][rows], the derivative of the softcap
   T* key_rows;                         // [keys][D], converted or spread
-  Factor* key_lines;                   // [keys][D], copied: key_rows, if factors are numbers
+  Factor* key_lines;                   // [keys][D], copied: in the same place
   Factor* value_lines;                 // [keys][Dv], copied
-  Rows<T> key;                         // of the block, after load_block, if dQ is asked for
+  Rows<T> key;                         // of the block, after load_block, if factors are numbers
   KeyRange copied{0, 0};               // keys that load_keys made copies of
   Rows<T> copied_keys, copied_values;  // from copied.begin on
   BackwardAhead ahead;                 // of the tile and the block
@@ -82,12 +82,13 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     end_of_scratch = scratch + scratch_numbers(p);
   }
 
-  /// Of copies of so many keys and their values, if several tiles of rows would convert or spread
-  /// them each: of values only if they are multiplied in numbers.
+  /// Of copies of so many keys and their values, if they are multiplied in numbers and several
+  /// tiles of rows would convert or spread them each.
   static int64_t numbers_of_copies(const Problem<T>& p, int64_t count) {
     const Storage storage = p.key_value_storage;
     const bool wanted = wants_copies<T>(p.key, storage) || wants_copies<T>(p.value, storage);
-    if (!Scores::kInNumbers || !wanted || rows_of_kv_head(p) <= kBackwardVectors * S::kWidth) return 0;
+    const bool has_several = rows_of_kv_head(p) > kBackwardVectors * S::kWidth;
+    if (!Scores::kInNumbers || !wanted || !has_several) return 0;
     return count * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
   }
 

@@ -3,8 +3,8 @@
 #include "kernels/cpu/simd_avx512.h"
 #include "kernels/half.h"
 
-// AVX512-VNNI multiplies pairs of 16-bit integers and adds both products to one of 32 bits, at twice
-// the rate of float32's multiply-adds:
+// AVX512-VNNI multiplies pairs of 16-bit integers and adds both products to one of 32 bits, at
+// twice the rate of float32's multiply-adds:
 //
 //     sum[l] += a[2l] · b[2l] + a[2l + 1] · b[2l + 1]
 
@@ -35,8 +35,7 @@ struct Simd<Int16Pair> {
   static QKV_INLINE Factor load(const Int16Pair* p) { return _mm512_loadu_si512(p); }
   static QKV_INLINE void store(Int16Pair* p, Factor x) { _mm512_storeu_si512(p, x); }
   static QKV_INLINE Number fma(Factor a, Factor b, Number sum) {
-    return reinterpret_cast<Number>(
-        _mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), a, b));
+    return reinterpret_cast<Number>(_mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), a, b));
   }
 };
 
@@ -48,8 +47,8 @@ QKV_INLINE __m512i rounded_to_int16(__m512 x, __m512 scale) {
 /// Lane l: (first[l], second[l]) of the lower 16 bits of both.
 QKV_INLINE __m512i low_halves(__m512i first, __m512i second) {
   constexpr int kEither = 0xec;  // first & mask | second
-  return _mm512_ternarylogic_epi32(first, _mm512_slli_epi32(second, 16),
-                                   _mm512_set1_epi32(0xffff), kEither);
+  return _mm512_ternarylogic_epi32(first, _mm512_slli_epi32(second, 16), _mm512_set1_epi32(0xffff),
+                                   kEither);
 }
 
 QKV_INLINE __m512 magnitude(__m512 x) {

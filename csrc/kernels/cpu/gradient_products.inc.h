@@ -17,8 +17,8 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// f(first column, vectors, rows summed together): a matrix with so many columns, whole vectors, cut
-/// into what is multiplied at a time.
+/// f(first column, vectors, rows summed together): a matrix with so many columns, whole vectors,
+/// cut into what is multiplied at a time.
 template <class T, class F>
 QKV_INLINE void for_each_columns(int64_t width, F f) {
   using S = Simd<T>;
@@ -63,7 +63,8 @@ class GradientProducts {
   static constexpr int kRows = Work::kRows;
 
   static int64_t scratch_numbers(const Problem<T>& p) {
-    return kRows * (spread_row<T>(p.head_dim) + spread_row<T>(p.value_dim));
+    const int64_t keys = Scores::kInNumbers ? 0 : kBackwardBlockKeys;
+    return (kRows + keys) * spread_row<T>(p.head_dim) + kRows * spread_row<T>(p.value_dim);
   }
 
   /// `work` is of the tile and the block.
@@ -73,11 +74,12 @@ class GradientProducts {
         needs_key_(work.params.grad_key.data != nullptr),
         needs_value_(work.params.grad_value.data != nullptr),
         packed_query_(scratch),
-        packed_grad_out_(scratch + kRows * spread_row<T>(p_.head_dim)) {}
+        packed_grad_out_(scratch + kRows * spread_row<T>(p_.head_dim)),
+        packed_key_(packed_grad_out_ + kRows * spread_row<T>(p_.value_dim)) {}
 
-  /// Those that `work` has are multiplied.
+  /// Of a unit: those that `work` has are multiplied.
   static int64_t numbers_of_keys(const Problem<T>&, int64_t) { return 0; }
-  void load_keys(const RowTile<kRows>&, KeyRange, T*) {}
+  void load_keys(KeyRange, T*) {}
 
   /// Of a tile whose rows `work` has loaded.
   void load_rows() {
@@ -99,11 +101,11 @@ class GradientProducts {
     partial_ = partial;
   }
 
-  /// Adds to dK and dV of the block's keys, if they are asked for.
-  void add_to_keys(KeySums<T>& of_key, KeySums<T>& of_value) {
+  /// Adds to dK and dV of the block's keys, unless there is nullptr.
+  void add_to_keys(KeySums<T>* of_key, KeySums<T>* of_value) {
     const auto for_each_gradient = [&](auto add) __attribute__((always_inline)) {
-      if (needs_value_) add(work_.p_tile, grad_out_, of_value);
-      if (needs_key_) add(work_.ds_tile, query_, of_key);
+      if (of_value != nullptr) add(work_.p_tile, grad_out_, *of_value);
+      if (of_key != nullptr) add(work_.ds_tile, query_, *of_key);
     };
     if (partial_ && !rows_finite()) {
       for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
@@ -115,16 +117,17 @@ class GradientProducts {
     }
     work_.seen.for_each_strip(count_, [&](KeyRange seen, int r, int rows_seen) {
       for_each_gradient([&](const T* pairs, const Rows<T>& rows, KeySums<T>& sums) {
-        multiply_add_rows<T, kRows>(
-            seen.end - seen.begin, rows_seen, pairs + seen.begin * kRows + r, rows.from(r).first,
-            rows.stride, sums.width, sums.to_add_to(first_key_ + seen.begin, first_key_ + seen.end));
+        multiply_add_rows<T, kRows>(seen.end - seen.begin, rows_seen,
+                                    pairs + seen.begin * kRows + r, rows.from(r).first, rows.stride,
+                                    sums.width,
+                                    sums.to_add_to(first_key_ + seen.begin, first_key_ + seen.end));
       });
     });
   }
 
   /// Adds to dQᵀ[D][rows] of the tile, without the scale, or writes it if there is none yet.
   void add_to_rows(Sums<T> grad_query_t) {
-    const Rows<T> key = spread_rows<T>(work_.key, count_, p_.head_dim, work_.key_rows);
+    const Rows<T> key = numbers_of_key();
     if (partial_ && !all_finite<T>(key.first, key.stride, count_, p_.head_dim)) {
       multiply_add_kept_keys<T, kVectors>(count_, p_.head_dim, key.first, key.stride, work_.ds_tile,
                                           work_.mask.bits, grad_query_t.first);
@@ -139,6 +142,15 @@ class GradientProducts {
   }
 
  private:
+  Rows<T> numbers_of_key() const {
+    if constexpr (Scores::kInNumbers) {
+      return spread_rows<T>(work_.key, count_, p_.head_dim, work_.key_rows);
+    } else {
+      return rows_of_block(work_.tile, p_.key, p_.key_value_storage, first_key_, count_,
+                           p_.head_dim, packed_key_);
+    }
+  }
+
   bool rows_finite() {
     if (!knows_finite_) {
       const auto finite = [&](const Rows<T>& rows, int64_t width) {
@@ -156,6 +168,7 @@ class GradientProducts {
   bool needs_key_, needs_value_;
   T* packed_query_;     // [rows][D]
   T* packed_grad_out_;  // [rows][Dv]
+  T* packed_key_;       // [keys][D], unless `work` has numbers
   Rows<T> query_{}, grad_out_{};
   bool knows_finite_ = false, rows_finite_ = false;
   int64_t first_key_ = 0;  // of the block

@@ -6,7 +6,7 @@
 namespace qkv::kernels::QKV_ISA {
 
 /// Products X Yᵀ of bfloat16, two columns at a time, summed in float32 (score_products.inc.h).
-/// Nothing is rounded: products of other matrices, of P or dS, stay float32's.
+/// Nothing is rounded.
 struct InPairs {
   using Number = float;
   using Factor = BFloat16Pair;

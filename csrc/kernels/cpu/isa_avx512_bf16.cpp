@@ -22,7 +22,7 @@ constexpr BackwardKernels<float> few_rows_backward_kernels =
 constexpr HalfForwardKernels bfloat16_forward_kernels = {
     make_forward_kernels<ForwardInPairs>(&few_rows_backward_kernels), ForwardInPairs::takes};
 constexpr HalfBackwardKernels bfloat16_backward_kernels = {
-    make_backward_kernels<InPairs, FixedPointGradients>(), rounds_weights_of};
+    make_backward_kernels<InPairs, FixedPointGradients>(), takes_all};
 constexpr HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<RoundedProducts>(),
                                                          takes_all};
 
