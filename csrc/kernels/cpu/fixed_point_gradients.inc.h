@@ -21,7 +21,8 @@
 //
 // Steps and powers depend on all rows of the tile and keys of the block. So only those go this way
 // of which all pairs are kept, and matrices in whose columns the largest numbers are zeros or from
-// 2^-60 to 2^60; all others are multiplied in float32.
+// 2^-60 to 2^60; all others are multiplied in float32. So is what has a value dim above 128: dS
+// grow with it, and with them what their rounding does to dQ and dK.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -145,6 +146,7 @@ class FixedPointGradients : FixedPoint {
   static constexpr int kRows = Work::kRows;
   static constexpr int kWidth = S::kWidth;
   static_assert(kRows <= kMostTerms && kBackwardBlockKeys <= kMostTerms);
+  static constexpr int64_t kMostValueDim = 128;
 
   static int64_t scratch_numbers(const Problem<float>& p) {
     return InNumbers::scratch_numbers(p) + FixedPointMatrix::scratch_numbers(p.head_dim) +
@@ -186,7 +188,7 @@ class FixedPointGradients : FixedPoint {
     first_key_ = first_key;
     count_ = count;
     fixes_value_ = fixes_key_ = fixes_query_ = false;
-    if (partial) return;
+    if (partial || p_.value_dim > kMostValueDim) return;
     if (!has_rows_) pack_rows();
     fixes_value_ = needs_value_ && grad_out_.is_fixed;
     fixes_key_ = needs_key_ && query_.is_fixed;
