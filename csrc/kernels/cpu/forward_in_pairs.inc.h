@@ -146,38 +146,25 @@ class ForwardInPairs {
         });
   }
 
-  /// The same while the scores of the next keys are multiplied, of whole kRowsBeside keys:
-  /// see(x) gets scores x[kRowsBeside][kVectors] before they are weighed. They are left in
-  /// scores[key][row].
+  /// The same while the scores of the next keys are multiplied (work_beside.inc.h), of a multiple
+  /// of kMostRowsBeside keys: see(x) gets the scores of a few keys before they are weighed.
   template <int kVectors, class See, class Weigh>
-  QKV_INLINE void weights_beside(int64_t first_key, int keys, int first_row, float* scores, See see,
+  QKV_INLINE void weights_beside(int64_t first_key, int keys, int first_row, float*, See see,
                                  Weigh weigh) {
     const Rows<BFloat16Pair> lines = InPairs::lines(tile_, p_.key, p_.key_value_storage, first_key,
                                                     keys, p_.head_dim, block_lines_);
     S::Number sums[kVectors];
     for (auto& sum : sums) sum = S::zero();
     BFloat16Pair* to = next_weights_ + first_row;
-    const auto take = [&](int64_t first, auto& x) __attribute__((always_inline)) {
-      float* line = scores + first * kRows;
-#pragma GCC unroll 8
-      for (int k = 0; k < kRowsBeside; ++k, line += kRows)
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) S::store(line + v * S::kWidth, x[k][v]);
-      see(x);
-    };
-    const auto work = [&](int64_t first, auto vector, int piece) __attribute__((always_inline)) {
+    const auto work = [&](int64_t k, auto vector, auto& x) __attribute__((always_inline)) {
       constexpr int v = vector();
-      const int64_t k = first + 2 * piece;
-      const float* from = scores + k * kRows + v * S::kWidth;
-      S::Number x[2] = {S::load(from), S::load(from + kRows)};
       weigh(k, vector, x);
       const auto pair = Pairs::round(x[0], x[1]);
       sums[v] = Pairs::add(pair, sums[v]);
       Pairs::store(to + k / 2 * kRows + v * S::kWidth, pair);
     };
     product_with_work<BFloat16Pair, kVectors>(keys, InPairs::depth(p_.head_dim), lines.first,
-                                              lines.stride, query_t_ + first_row, kRows, take,
-                                              work);
+                                              lines.stride, query_t_ + first_row, kRows, see, work);
     for (int v = 0; v < kVectors; ++v) sums_of_weights_[v] = sums_before_[v] + sums[v];
   }
 

@@ -7,6 +7,7 @@
 #include "kernels/cpu/tile_product.inc.h"
 #include "kernels/cpu/values_in_lanes.inc.h"
 #include "kernels/cpu/weights_in_place.inc.h"
+#include "kernels/cpu/work_beside.inc.h"
 
 // The products of a forward tile in float32 or float64. K and V are read where they lie; those
 // stored in 16 bits are converted block by block, or once for all tiles that take turns, which also
@@ -14,22 +15,24 @@
 // registers:
 //
 //     S[keys][rows] = K · (scale · Qᵀ)        Oᵀ[Dv][rows] += Vᵀ · P
+//
+// Processors may have an exponential of their own, Exp, and weigh scores beside products.
 
 namespace qkv::kernels::QKV_ISA {
 
 constexpr int kForwardVectors = 3;  // of rows in a tile
 
-template <class T>
-class ForwardProducts
-    : public WeightsInPlace<ForwardProducts<T>, T, kForwardVectors * Simd<T>::kWidth> {
+template <class T, class Exp = ExpOfNonpositive<T>, bool kBeside = false>
+class ForwardProducts : public WeightsInPlace<ForwardProducts<T, Exp, kBeside>, T,
+                                              kForwardVectors * Simd<T>::kWidth> {
  public:
   using Real = T;
   static constexpr int kVectors = kForwardVectors;
   static constexpr int kRows = kVectors * Simd<T>::kWidth;
-  using Weigher = ExactWeigher<T>;
+  using Weigher = ExactWeigher<T, Exp>;
   static constexpr bool kScales = true;  // scores
   static constexpr bool kRoundsWeights = false;
-  static constexpr bool kWeighsBeside = false;  // products of scores
+  static constexpr bool kWeighsBeside = kBeside;  // products of scores
   static constexpr int kBlockKeys = kForwardBlockKeys;
   /// Up to so many rows of a head have kernels of their own (few_rows.inc.h).
   static constexpr int kFewRows = FewRowsOfNumbers<T, T>::kMostRows;
@@ -107,10 +110,26 @@ class ForwardProducts
 
   template <int kVectors, class Finish>
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) const {
-    const Rows<T> k = turn_.has(first_key, keys) ? turn_.key(first_key)
-                                                 : rows_of(p_.key, first_key, keys, p_.head_dim);
+    const Rows<T> k = key(first_key, keys);
     multiply<T, kVectors>(keys, p_.head_dim, k.first, k.stride, UnitStride{}, query_t_ + first_row,
                           kRows, few_at_a_time(finish));
+  }
+
+  /// Weights of scores, while those of the next keys are multiplied (work_beside.inc.h), of a
+  /// multiple of kMostRowsBeside keys: see(x) gets the scores of a few keys before they are
+  /// weighed.
+  template <int kVectors, class See, class Weigh>
+  QKV_INLINE void weights_beside(int64_t first_key, int keys, int first_row, T* weights, See see,
+                                 Weigh weigh) const {
+    const Rows<T> rows = key(first_key, keys);
+    product_with_work<T, kVectors>(
+        keys, p_.head_dim, rows.first, rows.stride, query_t_ + first_row, kRows,
+        see, [&](int64_t k, auto vector, auto& x) __attribute__((always_inline)) {
+          weigh(k, vector, x);
+          T* to = weights + k * kRows + vector() * Simd<T>::kWidth;
+          Simd<T>::store(to, x[0]);
+          Simd<T>::store(to + kRows, x[1]);
+        });
   }
 
   /// bits is nullptr if all pairs are kept.
@@ -137,6 +156,11 @@ class ForwardProducts
   }
 
  private:
+  Rows<T> key(int64_t first_key, int keys) const {
+    return turn_.has(first_key, keys) ? turn_.key(first_key)
+                                      : rows_of(p_.key, first_key, keys, p_.head_dim);
+  }
+
   /// Of one vector of rows.
   void add_stored_values(int64_t first_key, int keys, const T* weights, Sums<T> out_t) const {
     const int64_t stride = p_.value.row_stride;

@@ -301,7 +301,7 @@ class ForwardTile {
   template <int kVectors>
   void weigh_keys(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
                   const uint8_t* stays, T* weights) {
-    if constexpr (Products::kWeighsBeside) {
+    if constexpr (Products::kWeighsBeside && Products::kRoundsWeights) {
       products_.weights_go_after(0);
       if (!has_begun_ && !has_masks_ && are_plain(scores)) {
         weigh_first_block<kVectors>(first_key, keys, first_vector, scores, stays, weights);
@@ -311,8 +311,8 @@ class ForwardTile {
     weigh_some<kVectors>(first_key, keys, first_vector, scores, stays, weights);
   }
 
-  /// The block that a tile begins with. Passes over its first keys find maxima, under which the
-  /// others can be weighed beside products.
+  /// The block that a tile begins with, of rounded weights, which leave scores where they are.
+  /// Passes over its first keys find maxima, under which the others can be weighed beside products.
   template <int kVectors>
   void weigh_first_block(int64_t first_key, int keys, int first_vector,
                          const Scores<kVectors>& scores, const uint8_t* stays, T* weights) {
@@ -344,16 +344,16 @@ class ForwardTile {
   bool weigh_some(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
                   const uint8_t* stays, T* weights) {
     const NextKeys next = keys_to_fetch(first_key, keys);
-    Found found = kNothing;
+    bool weighed = false;
     // With ALiBi rows outgrow their maxima from block to block, up to where they stand.
     if (passes_to_come_ == 0 && p_.alibi_slopes.data == nullptr) {
       const auto weigh_now = [&](auto changes) {
-        found = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
-                                                        stays, next, weights);
+        weighed = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
+                                                          stays, next, weights);
       };
-      if (Products::kWeighsBeside && are_plain(scores) && keys % kRowsBeside == 0) {
+      if (Products::kWeighsBeside && are_plain(scores) && keys % kMostRowsBeside == 0) {
         if constexpr (Products::kWeighsBeside) {
-          found = weigh_beside<kVectors>(first_key, keys, first_vector, next, weights);
+          weighed = weigh_beside<kVectors>(first_key, keys, first_vector, next, weights);
         }
       } else if (scores.is_capped()) {
         weigh_now(Constant<kCaps>{});
@@ -361,10 +361,8 @@ class ForwardTile {
         with_constant(!are_plain(scores), weigh_now);
       }
     }
-    if (found == kWeights) return false;
-    if (found == kNothing) {
-      find_scores<kVectors>(first_key, keys, first_vector, scores, next, weights);
-    }
+    if (weighed) return false;
+    find_scores<kVectors>(first_key, keys, first_vector, scores, next, weights);
     return weigh_scores<kVectors>(first_key, keys, first_vector, stays, weights);
   }
 
@@ -374,18 +372,15 @@ class ForwardTile {
     return !scores.changes() && !drops_ && scale_of_scores_ == T(1);
   }
 
-  /// What there is of the weights of some keys.
-  enum Found { kNothing, kScores, kWeights };
-
-  /// P where S leaves the registers of the product, under the maxima of the keys before. Nothing if
-  /// a row has none yet or one that is too small now, or too far from 0.
+  /// P where S leaves the registers of the product, under the maxima of the keys before. False,
+  /// and nothing, if a row has none yet or one that is too small now, or too far from 0.
   template <int kVectors, int kChanges>
-  Found weigh_in_registers(int64_t first_key, int keys, int first_vector,
-                           const Scores<kVectors>& scores, const uint8_t* stays,
-                           const NextKeys& next, T* weights) {
+  bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
+                          const Scores<kVectors>& scores, const uint8_t* stays,
+                          const NextKeys& next, T* weights) {
     Weigher weigher[kVectors];
     Number sum[kVectors], block_max[kVectors];
-    if (!begin_weighing<kVectors>(first_vector, weigher, sum, block_max)) return kNothing;
+    if (!begin_weighing<kVectors>(first_vector, weigher, sum, block_max)) return false;
     products_.template weights<kVectors>(
         first_key, keys, first_vector * S::kWidth,
         weights, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
@@ -405,28 +400,27 @@ class ForwardTile {
     for (auto& max : block_max) max = scaled(max, scale_of_weights_);
     if (outgrow<kVectors>(block_max, first_vector)) {
       passes_to_come_ = kPassesAfterGrowth;
-      return kNothing;
+      return false;
     }
     add_to_sums<kVectors>(sum, first_vector);
-    return kWeights;
+    return true;
   }
 
-  /// P while the scores of the next keys are multiplied. Scores alone, and their maxima, if a row
-  /// has outgrown its own; nothing if one has none yet or one that is too far from 0.
+  /// The same while the scores of the next keys are multiplied.
   template <int kVectors>
-  Found weigh_beside(int64_t first_key, int keys, int first_vector, const NextKeys& next,
-                     T* scores) {
+  bool weigh_beside(int64_t first_key, int keys, int first_vector, const NextKeys& next,
+                    T* weights) {
     Weigher weigher[kVectors];
     Number sum[kVectors], block_max[kVectors];
-    if (!begin_weighing<kVectors>(first_vector, weigher, sum, block_max)) return kNothing;
+    if (!begin_weighing<kVectors>(first_vector, weigher, sum, block_max)) return false;
     products_.template weights_beside<kVectors>(
-        first_key, keys, first_vector * S::kWidth, scores,
+        first_key, keys, first_vector * S::kWidth, weights,
         [&](const auto& x) __attribute__((always_inline)) {
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
             auto max = block_max[v];
 #pragma GCC unroll 8
-            for (int i = 0; i < kRowsBeside; ++i) max = S::maximum(max, x[i][v]);
+            for (int i = 0; i < kRowsBeside<kVectors>; ++i) max = S::maximum(max, x[i][v]);
             block_max[v] = max;
           }
         },
@@ -436,13 +430,13 @@ class ForwardTile {
           weigher[v].replace_near(x);
           add_few(x, sum[v]);
         });
-    for (int v = 0; v < kVectors; ++v) block_max_[v] = scaled(block_max[v], scale_of_weights_);
-    if (outgrow<kVectors>(block_max_, first_vector)) {
+    for (auto& max : block_max) max = scaled(max, scale_of_weights_);
+    if (outgrow<kVectors>(block_max, first_vector)) {
       passes_to_come_ = kPassesAfterGrowth;
-      return kScores;
+      return false;
     }
     add_to_sums<kVectors>(sum, first_vector);
-    return kWeights;
+    return true;
   }
 
   /// Under the maxima of the keys before. False if a row has none yet or one too far from 0.

@@ -1,33 +1,34 @@
 #define QKV_ISA avx512_bf16
 #include "kernels/cpu/simd_avx512.h"
 
-#include "kernels/cpu/attention_backward.inc.h"
-#include "kernels/cpu/attention_backward_backward.inc.h"
-#include "kernels/cpu/attention_forward.inc.h"
+#include "kernels/cpu/all_kernels.inc.h"
 #include "kernels/cpu/avx512_kernels.h"
-#include "kernels/cpu/few_rows_backward.inc.h"
+#include "kernels/cpu/exp_by_table.inc.h"
 #include "kernels/cpu/fixed_point_gradients.inc.h"
 #include "kernels/cpu/forward_in_pairs.inc.h"
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/rounded_products.inc.h"
 
-// Only the kernels of bfloat16 differ from those of AVX-512.
+// The kernels of bfloat16, and a forward of float32 for the processors that have them without AMX:
+// AMD's, which add, permute and shift beside multiply-adds.
 
 namespace qkv::kernels::avx512_bf16 {
 
 inline bool takes_all(const Problem<float>&) { return true; }
 
-constexpr BackwardKernels<float> few_rows_backward_kernels =
+constexpr CpuKernels<float> float32_kernels =
+    make_kernels<float, ForwardProducts<float, ExpByTable, /*kBeside=*/true>>();
+constexpr BackwardKernels<float> few_rows_in_pairs_kernels =
     make_few_rows_backward_kernels<ForwardInPairs>();
 constexpr HalfForwardKernels bfloat16_forward_kernels = {
-    make_forward_kernels<ForwardInPairs>(&few_rows_backward_kernels), ForwardInPairs::takes};
+    make_forward_kernels<ForwardInPairs>(&few_rows_in_pairs_kernels), ForwardInPairs::takes};
 constexpr HalfBackwardKernels bfloat16_backward_kernels = {
     make_backward_kernels<InPairs, FixedPointGradients>(), takes_all};
 constexpr HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<RoundedProducts>(),
                                                          takes_all};
 
 extern const CpuKernelTable table = {"avx512_bf16",
-                                     avx512::float32_kernels,
+                                     float32_kernels,
                                      avx512::float64_kernels,
                                      &bfloat16_forward_kernels,
                                      &bfloat16_backward_kernels,

@@ -1,36 +1,10 @@
 #pragma once
 
-#include "kernels/cpu/attention_backward.inc.h"
-#include "kernels/cpu/attention_backward_backward.inc.h"
-#include "kernels/cpu/attention_forward.inc.h"
-#include "kernels/cpu/attention_jvp.inc.h"
-#include "kernels/cpu/few_rows_backward.inc.h"
-#include "kernels/cpu/forward_products.inc.h"
-#include "kernels/cpu/head_gradient.inc.h"
-#include "kernels/cpu/isa.h"
-#include "kernels/cpu/mask_gradient.inc.h"
-#include "kernels/cpu/transposition.inc.h"
+#include "kernels/cpu/all_kernels.inc.h"
 
-// What isa_*.cpp compiles: all kernels for one instruction set, whose simd_*.h comes before.
+// What isa_*.cpp compiles where float32 and float64 are all that it has kernels for.
 
 namespace qkv::kernels::QKV_ISA {
-
-template <class T>
-constexpr BackwardKernels<T> few_rows_backward_kernels =
-    make_few_rows_backward_kernels<ForwardProducts<T>>();
-
-template <class T>
-constexpr CpuKernels<T> make_kernels() {
-  return {
-      make_forward_kernels<ForwardProducts<T>>(&few_rows_backward_kernels<T>),
-      make_backward_kernels<InNumbers<T>>(),
-      make_tangent_kernels<VectorProducts<InNumbers<T>>>(),
-      transpose_matrix<T>,
-      mask_gradient_units<T>,
-      head_gradient<T>,
-      sink_gradient_t<T>,
-  };
-}
 
 #define QKV_STRING_OF(x) #x
 #define QKV_STRING(x) QKV_STRING_OF(x)

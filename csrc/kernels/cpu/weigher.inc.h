@@ -19,7 +19,7 @@ QKV_INLINE void add_few(const Number (&x)[kCount], Number& sum) {
 }
 
 /// As exactly as T has them.
-template <class T>
+template <class T, class Exp = ExpOfNonpositive<T>>
 class ExactWeigher {
  public:
   using S = Simd<T>;
@@ -36,7 +36,7 @@ class ExactWeigher {
   QKV_INLINE void replace(Number (&x)[kCount]) const {
 #pragma GCC unroll 4
     for (auto& score : x) score = score - shift_;
-    ExpOfNonpositive<T>::replace(x);
+    Exp::replace(x);
   }
   template <int kCount>
   QKV_INLINE void replace_near(Number (&x)[kCount]) const {
