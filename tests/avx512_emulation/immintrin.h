@@ -239,10 +239,10 @@ inline __m512i _mm512_mul_epu32(__m512i a, __m512i b) {
 // Bits.
 
 inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
-inline __m512i _mm512_max_epi32(__m512i a, __m512i b) {
+inline __m512i _mm512_min_epi32(__m512i a, __m512i b) {
   using Signed = VectorOf<int32_t>;
   const auto x = (Signed)a, y = (Signed)b;
-  return (__m512i)(x > y ? x : y);
+  return (__m512i)(x < y ? x : y);
 }
 inline __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
 /// Of table, the bit whose number the bits of a, b and c are.

@@ -78,7 +78,7 @@ void words_and_masks() {
     return words({(static_cast<uint32_t>(even) & 0xffff) | static_cast<uint32_t>(odd) << 16});
   };
   check("dpwssd_epi32", _mm512_dpwssd_epi32(words({1}), pair(-2, 3), pair(5, 7)), {12});
-  check("max_epi32", _mm512_max_epi32(words({0xffffffff, 3}), words({1, 2})), {1, 3});
+  check("min_epi32", _mm512_min_epi32(words({0xffffffff, 3}), words({1, 2})), {-1, 2});
   check("dpwssd_epi32, the largest",
         _mm512_dpwssd_epi32(words({~0u}), pair(-0x8000, -0x8000), pair(-0x8000, -0x8000)),
         {0x7fffffff});

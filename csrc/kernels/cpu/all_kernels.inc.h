@@ -19,6 +19,7 @@ template <class T>
 constexpr BackwardKernels<T> few_rows_backward_kernels =
     make_few_rows_backward_kernels<ForwardProducts<T>>();
 
+/// Forward: ForwardProducts with any exponential. Its kernels of few rows have one of their own.
 template <class T, class Forward = ForwardProducts<T>>
 constexpr CpuKernels<T> make_kernels() {
   return {

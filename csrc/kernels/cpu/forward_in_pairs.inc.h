@@ -36,6 +36,9 @@ class ForwardInPairs {
   static constexpr bool kScales = false;  // scores
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kWeighsBeside = true;  // products of scores
+  /// Whose maxima others are weighed under. The largest of so many weights is 1, which loses
+  /// nothing when it is rounded; of more keys it is one of many.
+  static constexpr int kFirstKeys = 64;
   /// Weights of 16 bits: those of twice as many keys stay in a first-level cache, and what they are
   /// added to is loaded and stored half as often.
   static constexpr int kBlockKeys = 2 * kForwardBlockKeys;

@@ -301,43 +301,34 @@ class ForwardTile {
   template <int kVectors>
   void weigh_keys(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
                   const uint8_t* stays, T* weights) {
-    if constexpr (Products::kWeighsBeside && Products::kRoundsWeights) {
+    if constexpr (Products::kWeighsBeside) {
       products_.weights_go_after(0);
-      if (!has_begun_ && !has_masks_ && are_plain(scores)) {
-        weigh_first_block<kVectors>(first_key, keys, first_vector, scores, stays, weights);
+      if (!has_begun_ && !has_masks_ && are_plain(scores) &&
+          weigh_first_block<kVectors>(first_key, keys, first_vector, scores, stays, weights)) {
         return;
       }
     }
     weigh_some<kVectors>(first_key, keys, first_vector, scores, stays, weights);
   }
 
-  /// The block that a tile begins with, of rounded weights, which leave scores where they are.
-  /// Passes over its first keys find maxima, under which the others can be weighed beside products.
+  /// The block that a tile begins with. Passes over its first keys find maxima, under which the
+  /// others can be weighed beside products. False if those outgrow them: then there are maxima, but
+  /// nothing weighed. (A row that did not keeps its own, so that no row's bits depend on another.)
   template <int kVectors>
-  void weigh_first_block(int64_t first_key, int keys, int first_vector,
+  bool weigh_first_block(int64_t first_key, int keys, int first_vector,
                          const Scores<kVectors>& scores, const uint8_t* stays, T* weights) {
-    const int first = keys < 2 * kFirstKeys ? keys : kFirstKeys, others = keys - first;
-    weigh_some<kVectors>(first_key, first, first_vector, scores, stays, weights);
-    if (others == 0) return;
-    products_.weights_go_after(first);
-    T* const after = weights + first * kRows;
-    if (!weigh_some<kVectors>(first_key + first, others, first_vector, scores, stays, after))
-      return;
-    // The first weights are under maxima that are too small now: all again, of the scores that are
-    // still there.
-    for (int v = 0; v < kVectors; ++v) {
-      softmax_[first_vector + v].sum = S::zero();
-      block_max_[v] = Math::minus_infinity();
+    constexpr int kFirst = Products::kFirstKeys;
+    if (keys < 2 * kFirst) return false;
+    weigh_some<kVectors>(first_key, kFirst, first_vector, scores, stays, weights);
+    products_.weights_go_after(kFirst);
+    if (!weigh_some<kVectors>(first_key + kFirst, keys - kFirst, first_vector, scores, stays,
+                              weights + kFirst * kRows)) {
+      return true;
     }
+    for (int v = 0; v < kVectors; ++v) softmax_[first_vector + v].sum = S::zero();
     products_.weights_go_after(0);
-    weigh_scores<kVectors>(first_key, first, first_vector, stays, weights);
-    products_.weights_go_after(first);
-    weigh_scores<kVectors>(first_key + first, others, first_vector, stays, after);
+    return false;
   }
-
-  /// At least. The largest of their weights is 1, which loses nothing when it is rounded; of more
-  /// keys it is one of many.
-  static constexpr int kFirstKeys = 64;
 
   /// In registers, beside products, or in passes. Whether a maximum was raised.
   template <int kVectors>

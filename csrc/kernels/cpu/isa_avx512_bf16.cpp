@@ -9,8 +9,8 @@
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/rounded_products.inc.h"
 
-// The kernels of bfloat16, and a forward of float32 for the processors that have them without AMX:
-// AMD's, which add, permute and shift beside multiply-adds.
+// Kernels of bfloat16, and of float32 with a forward for processors that add, permute and shift
+// beside multiply-adds, as AMD's do, for which this set is chosen (isa.cpp).
 
 namespace qkv::kernels::avx512_bf16 {
 

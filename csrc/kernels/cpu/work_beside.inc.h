@@ -5,7 +5,7 @@
 // A product of a few rows at a time, and work on what it left of the rows before, mixed: of the
 // operations of an exponential each waits for the one before it, and only some take the place of
 // multiply-adds. What is worked on stays in registers: on Zen 4 a store of 64 bytes takes the place
-// of 1.4 multiply-adds, whose third operand is read where stores are.
+// of 1.4 multiply-adds, as a multiply-add reads its third operand by the port of stores.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -16,11 +16,12 @@ constexpr int kMostRowsBeside = 8;
 
 /// C = A · B: see(x) gets some rows of C, x[kRowsBeside][kVectors], then work(row, v, x), v a
 /// Constant, two of these at a time, x[2], while the next ones are multiplied. `rows` is a multiple
-/// of kMostRowsBeside.
+/// of kMostRowsBeside, and not 0.
 template <class T, int kVectors, class See, class Work>
 QKV_INLINE void product_with_work(int64_t rows, int64_t depth, const T* a, int64_t a_row,
                                   const T* b, int64_t b_row, See see, Work work) {
   using S = Simd<T>;
+  static_assert(kVectors <= 3);
   constexpr int kRows = kRowsBeside<kVectors>, kPieces = kRows / 2 * kVectors;
   using Number = typename S::Number;
   Number sum[kRows][kVectors], before[kRows][kVectors];
