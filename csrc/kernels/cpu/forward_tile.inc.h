@@ -303,8 +303,8 @@ class ForwardTile {
                   const uint8_t* stays, T* weights) {
     if constexpr (Products::kWeighsBeside) {
       products_.weights_go_after(0);
-      if (!has_begun_ && !has_masks_ && are_plain(scores) &&
-          weigh_first_block<kVectors>(first_key, keys, first_vector, scores, stays, weights)) {
+      if (!has_begun_ && !has_masks_ && are_plain(scores) && keys >= 2 * Products::kFirstKeys) {
+        weigh_first_block<kVectors>(first_key, keys, first_vector, scores, stays, weights);
         return;
       }
     }
@@ -312,32 +312,34 @@ class ForwardTile {
   }
 
   /// The block that a tile begins with. Passes over its first keys find maxima, under which the
-  /// others can be weighed beside products. False if those outgrow them: then there are maxima, but
-  /// nothing weighed. (A row that did not keeps its own, so that no row's bits depend on another.)
+  /// others can be weighed beside products.
   template <int kVectors>
-  bool weigh_first_block(int64_t first_key, int keys, int first_vector,
+  void weigh_first_block(int64_t first_key, int keys, int first_vector,
                          const Scores<kVectors>& scores, const uint8_t* stays, T* weights) {
     constexpr int kFirst = Products::kFirstKeys;
-    if (keys < 2 * kFirst) return false;
+    const int64_t second_key = first_key + kFirst;
+    const int others = keys - kFirst;
+    T* const after = weights + kFirst * kRows;
     weigh_some<kVectors>(first_key, kFirst, first_vector, scores, stays, weights);
     products_.weights_go_after(kFirst);
-    if (!weigh_some<kVectors>(first_key + kFirst, keys - kFirst, first_vector, scores, stays,
-                              weights + kFirst * kRows)) {
-      return true;
-    }
+    if (!weigh_some<kVectors>(second_key, others, first_vector, scores, stays, after)) return;
+    // The first weights are under maxima that are too small now: all again, and summed in the same
+    // two parts, so that no row's bits depend on whether another has outgrown its maximum.
     for (int v = 0; v < kVectors; ++v) softmax_[first_vector + v].sum = S::zero();
     products_.weights_go_after(0);
-    return false;
+    weigh_in_passes<kVectors>(first_key, kFirst, first_vector, scores, stays, weights);
+    products_.weights_go_after(kFirst);
+    weigh_in_passes<kVectors>(second_key, others, first_vector, scores, stays, after);
   }
 
   /// In registers, beside products, or in passes. Whether a maximum was raised.
   template <int kVectors>
   bool weigh_some(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
                   const uint8_t* stays, T* weights) {
-    const NextKeys next = keys_to_fetch(first_key, keys);
     bool weighed = false;
     // With ALiBi rows outgrow their maxima from block to block, up to where they stand.
     if (passes_to_come_ == 0 && p_.alibi_slopes.data == nullptr) {
+      const NextKeys next = keys_to_fetch(first_key, keys);
       const auto weigh_now = [&](auto changes) {
         weighed = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
                                                           stays, next, weights);
@@ -352,7 +354,14 @@ class ForwardTile {
         with_constant(!are_plain(scores), weigh_now);
       }
     }
-    if (weighed) return false;
+    return !weighed &&
+           weigh_in_passes<kVectors>(first_key, keys, first_vector, scores, stays, weights);
+  }
+
+  template <int kVectors>
+  bool weigh_in_passes(int64_t first_key, int keys, int first_vector,
+                       const Scores<kVectors>& scores, const uint8_t* stays, T* weights) {
+    const NextKeys next = keys_to_fetch(first_key, keys);
     find_scores<kVectors>(first_key, keys, first_vector, scores, next, weights);
     return weigh_scores<kVectors>(first_key, keys, first_vector, stays, weights);
   }
