@@ -33,7 +33,6 @@ class ForwardProducts : public WeightsInPlace<ForwardProducts<T, Exp, kBeside>, 
   static constexpr bool kScales = true;  // scores
   static constexpr bool kRoundsWeights = false;
   static constexpr bool kWeighsBeside = kBeside;  // products of scores
-  static constexpr int kFirstKeys = 16;           // whose maxima others are weighed under
   static constexpr int kBlockKeys = kForwardBlockKeys;
   /// Up to so many rows of a head have kernels of their own (few_rows.inc.h).
   static constexpr int kFewRows = FewRowsOfNumbers<T, T>::kMostRows;
@@ -115,9 +114,6 @@ class ForwardProducts : public WeightsInPlace<ForwardProducts<T, Exp, kBeside>, 
     multiply<T, kVectors>(keys, p_.head_dim, k.first, k.stride, UnitStride{}, query_t_ + first_row,
                           kRows, few_at_a_time(finish));
   }
-
-  /// The next weights lie where their scores would.
-  void weights_go_after(int) const {}
 
   /// Weights of scores, while those of the next keys are multiplied (work_beside.inc.h), of a
   /// multiple of kMostRowsBeside keys: see(x) gets the scores of a few keys before they are

@@ -301,7 +301,7 @@ class ForwardTile {
   template <int kVectors>
   void weigh_keys(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
                   const uint8_t* stays, T* weights) {
-    if constexpr (Products::kWeighsBeside) {
+    if constexpr (Products::kWeighsBeside && Products::kRoundsWeights) {
       products_.weights_go_after(0);
       if (!has_begun_ && !has_masks_ && are_plain(scores) && keys >= 2 * Products::kFirstKeys) {
         weigh_first_block<kVectors>(first_key, keys, first_vector, scores, stays, weights);
@@ -311,8 +311,8 @@ class ForwardTile {
     weigh_some<kVectors>(first_key, keys, first_vector, scores, stays, weights);
   }
 
-  /// The block that a tile begins with. Passes over its first keys find maxima, under which the
-  /// others can be weighed beside products.
+  /// The block that a tile begins with, of rounded weights, which leave scores where they are.
+  /// Passes over its first keys find maxima, under which the others can be weighed beside products.
   template <int kVectors>
   void weigh_first_block(int64_t first_key, int keys, int first_vector,
                          const Scores<kVectors>& scores, const uint8_t* stays, T* weights) {
@@ -323,23 +323,27 @@ class ForwardTile {
     weigh_some<kVectors>(first_key, kFirst, first_vector, scores, stays, weights);
     products_.weights_go_after(kFirst);
     if (!weigh_some<kVectors>(second_key, others, first_vector, scores, stays, after)) return;
-    // The first weights are under maxima that are too small now: all again, and summed in the same
-    // two parts, so that no row's bits depend on whether another has outgrown its maximum.
-    for (int v = 0; v < kVectors; ++v) softmax_[first_vector + v].sum = S::zero();
+    // The first weights are under maxima that are too small now: all again, of the scores that are
+    // still there, and summed in the same two parts, so that no row's bits depend on whether
+    // another has outgrown its maximum.
+    for (int v = 0; v < kVectors; ++v) {
+      softmax_[first_vector + v].sum = S::zero();
+      block_max_[v] = Math::minus_infinity();
+    }
     products_.weights_go_after(0);
-    weigh_in_passes<kVectors>(first_key, kFirst, first_vector, scores, stays, weights);
+    weigh_scores<kVectors>(first_key, kFirst, first_vector, stays, weights);
     products_.weights_go_after(kFirst);
-    weigh_in_passes<kVectors>(second_key, others, first_vector, scores, stays, after);
+    weigh_scores<kVectors>(second_key, others, first_vector, stays, after);
   }
 
   /// In registers, beside products, or in passes. Whether a maximum was raised.
   template <int kVectors>
   bool weigh_some(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
                   const uint8_t* stays, T* weights) {
+    const NextKeys next = keys_to_fetch(first_key, keys);
     bool weighed = false;
     // With ALiBi rows outgrow their maxima from block to block, up to where they stand.
     if (passes_to_come_ == 0 && p_.alibi_slopes.data == nullptr) {
-      const NextKeys next = keys_to_fetch(first_key, keys);
       const auto weigh_now = [&](auto changes) {
         weighed = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
                                                           stays, next, weights);
@@ -354,14 +358,7 @@ class ForwardTile {
         with_constant(!are_plain(scores), weigh_now);
       }
     }
-    return !weighed &&
-           weigh_in_passes<kVectors>(first_key, keys, first_vector, scores, stays, weights);
-  }
-
-  template <int kVectors>
-  bool weigh_in_passes(int64_t first_key, int keys, int first_vector,
-                       const Scores<kVectors>& scores, const uint8_t* stays, T* weights) {
-    const NextKeys next = keys_to_fetch(first_key, keys);
+    if (weighed) return false;
     find_scores<kVectors>(first_key, keys, first_vector, scores, next, weights);
     return weigh_scores<kVectors>(first_key, keys, first_vector, stays, weights);
   }
