@@ -38,16 +38,13 @@ struct ExpByTable {
     for (int i = 0; i < kCount; ++i) power[i] = S::fma(power[i], x[i], S::set(kLinear * kScale));
 #pragma GCC unroll 4
     for (int i = 0; i < kCount; ++i) power[i] = S::fma(power[i], x[i], S::set(kScale));
-    const __m512i fractions = _mm512_loadu_si512(kFractionsOfPowers);
 #pragma GCC unroll 4
     for (int i = 0; i < kCount; ++i) {
-      const __m512i bits = _mm512_castps_si512(rounded[i]);
-      const __m512i exponent =
-          _mm512_and_si512(_mm512_slli_epi32(bits, 19), _mm512_set1_epi32(0x7f800000));
-      // The index of a lane is its lowest 4 bits. No exponent, no fraction: 0.
-      const __m512i fraction =
-          _mm512_min_epi32(exponent, _mm512_permutexvar_epi32(bits, fractions));
-      x[i] = rounded_product(power[i], _mm512_castsi512_ps(_mm512_add_epi32(exponent, fraction)));
+      const BitsOfPower bits(rounded[i]);
+      // No exponent, no fraction: 0.
+      const __m512i fraction = _mm512_min_epi32(bits.exponent, bits.fraction);
+      x[i] =
+          rounded_product(power[i], _mm512_castsi512_ps(_mm512_add_epi32(bits.exponent, fraction)));
     }
   }
 };

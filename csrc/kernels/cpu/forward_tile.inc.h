@@ -369,8 +369,8 @@ class ForwardTile {
     return !scores.changes() && !drops_ && scale_of_scores_ == T(1);
   }
 
-  /// P where S leaves the registers of the product, under the maxima of the keys before. False,
-  /// and nothing, if a row has none yet or one that is too small now, or too far from 0.
+  /// P where S leaves the registers of the product, under the maxima of the keys before. False, and
+  /// no weights, if a row has none yet or one that is too small now, or too far from 0.
   template <int kVectors, int kChanges>
   bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
                           const Scores<kVectors>& scores, const uint8_t* stays,
