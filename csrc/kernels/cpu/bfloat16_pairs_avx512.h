@@ -24,9 +24,9 @@ struct Simd<BFloat16Pair> {
   using Number = __m512;
   using Factor = __m512bh;
   static constexpr int kWidth = 16;
-  static constexpr int kBroadcastRows = 8;
+  static constexpr int kBroadcastRows = kRowsOfThree;
   static constexpr int kOuterVectors = 4;
-  static constexpr int kOuterRows = 6;
+  static constexpr int kOuterRows = kRowsOfFour;
 
   static QKV_INLINE Number zero() { return _mm512_setzero_ps(); }
   static QKV_INLINE Factor set(BFloat16Pair x) {

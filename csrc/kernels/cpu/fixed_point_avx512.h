@@ -22,9 +22,9 @@ struct Simd<Int16Pair> {
   typedef int32_t Number __attribute__((vector_size(64)));
   using Factor = __m512i;
   static constexpr int kWidth = 16;
-  static constexpr int kBroadcastRows = 8;
+  static constexpr int kBroadcastRows = kRowsOfThree;
   static constexpr int kOuterVectors = 4;
-  static constexpr int kOuterRows = 6;
+  static constexpr int kOuterRows = kRowsOfFour;
 
   static QKV_INLINE Number zero() { return Number{}; }
   static QKV_INLINE Factor set(Int16Pair x) {

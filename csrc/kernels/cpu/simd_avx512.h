@@ -11,6 +11,14 @@
 
 namespace qkv::kernels::QKV_ISA {
 
+// Rows of a product whose sums stay in registers together: 3 vectors of each, or 4 if rows are
+// long. 8 x 3 sums and 3 operands are 27 of 32 registers.
+#ifdef QKV_FEWER_SUMS
+constexpr int kRowsOfThree = 4, kRowsOfFour = 4;
+#else
+constexpr int kRowsOfThree = 8, kRowsOfFour = 6;
+#endif
+
 /// The lanes 0 .. count of a vector.
 QKV_INLINE __mmask16 first_lanes(int64_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffff : (1 << count) - 1);
@@ -24,9 +32,9 @@ struct Simd<float> {
   using Number = __m512;
   using Mask = __mmask16;
   static constexpr int kWidth = 16;
-  static constexpr int kBroadcastRows = 8;  // 8 x 3 accumulators, 3 operands: 27 of 32 registers
-  static constexpr int kOuterVectors = 4;   // and the shape for long rows of C
-  static constexpr int kOuterRows = 6;
+  static constexpr int kBroadcastRows = kRowsOfThree;
+  static constexpr int kOuterVectors = 4;  // the shape for long rows of C
+  static constexpr int kOuterRows = kRowsOfFour;
 
   static QKV_INLINE Number zero() { return _mm512_setzero_ps(); }
   static QKV_INLINE Number set(float x) { return _mm512_set1_ps(x); }
@@ -127,9 +135,9 @@ struct Simd<double> {
   using Number = __m512d;
   using Mask = __mmask8;
   static constexpr int kWidth = 8;
-  static constexpr int kBroadcastRows = 8;
+  static constexpr int kBroadcastRows = kRowsOfThree;
   static constexpr int kOuterVectors = 4;
-  static constexpr int kOuterRows = 6;
+  static constexpr int kOuterRows = kRowsOfFour;
 
   static QKV_INLINE Number zero() { return _mm512_setzero_pd(); }
   static QKV_INLINE Number set(double x) { return _mm512_set1_pd(x); }
