@@ -19,12 +19,13 @@ template <class T>
 constexpr BackwardKernels<T> few_rows_backward_kernels =
     make_few_rows_backward_kernels<ForwardProducts<T>>();
 
-/// Forward: ForwardProducts with any exponential. Its kernels of few rows have one of their own.
-template <class T, class Forward = ForwardProducts<T>>
+/// Forward and Scores: ForwardProducts and InNumbers with any exponential. Kernels of few rows have
+/// one of their own.
+template <class T, class Forward = ForwardProducts<T>, class Scores = InNumbers<T>>
 constexpr CpuKernels<T> make_kernels() {
   return {
       make_forward_kernels<Forward>(&few_rows_backward_kernels<T>),
-      make_backward_kernels<InNumbers<T>>(),
+      make_backward_kernels<Scores>(),
       make_tangent_kernels<VectorProducts<InNumbers<T>>>(),
       transpose_matrix<T>,
       mask_gradient_units<T>,

@@ -99,7 +99,7 @@ struct BackwardRows {
   /// kCount vectors of rows from first_vector on and `keys` keys, `offset` after the first of those
   /// whose pairs were loaded, first_key. scores: S -> R ∘ P, grads: V dOᵀ -> dS; caps takes the
   /// derivative of the softcap.
-  template <int kCount>
+  template <int kCount, class Exp = ExpOfNonpositive<T>>
   void softmax_backward(int64_t first_key, int offset, int keys, int first_vector, bool partial,
                         T* scores, T* grads, T* caps) const {
     const ScoreRows<T, kCount, kRows> rows(p, mask, alibi, first_key + offset, offset, first_vector,
@@ -112,7 +112,7 @@ struct BackwardRows {
         for (int k = 0; k < keys; ++k) {
           T* s = scores + k * kRows + v * S::kWidth;
           T* g = grads + k * kRows + v * S::kWidth;
-          const auto pair = gradients_of<masked() != 0, drops() != 0>(
+          const auto pair = gradients_of<masked() != 0, drops() != 0, Exp>(
               offset + k, first_vector + v, numbers, S::load(s) - numbers.lse, S::load(g));
           S::store(s, pair.weight);
           S::store(g, pair.gradient);
@@ -133,18 +133,27 @@ struct BackwardRows {
     return {S::load(lse + row), S::load(lse_rest + row), S::load(delta + row)};
   }
 
+  /// P where S - lse was.
+  template <class Exp, int kCount>
+  static QKV_INLINE void weigh(typename S::Number lse_rest, typename S::Number (&x)[kCount]) {
+    // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
+#pragma GCC unroll 2
+    for (auto& above_lse : x) above_lse = S::minimum(S::zero(), above_lse - lse_rest);
+    Exp::replace(x);
+  }
+
   struct Pairs {
     typename S::Number weight, gradient;  // R ∘ P, dS
   };
 
   /// Of key `k` of those whose pairs were loaded, from S - lse and V dOᵀ. Pairs that are not kept
   /// get 0 by selection, as their S and dP may be NaN.
-  template <bool kMasked, bool kDropout>
+  template <bool kMasked, bool kDropout, class Exp = ExpOfNonpositive<T>>
   QKV_INLINE Pairs gradients_of(int k, int vector, const RowNumbers& numbers,
                                 typename S::Number above_lse, typename S::Number dp) const {
-    // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
-    const auto below = S::minimum(S::zero(), above_lse - numbers.lse_rest);
-    const auto probability = exp_of_nonpositive<T>(below);
+    typename S::Number x[1] = {above_lse};
+    weigh<Exp>(numbers.lse_rest, x);
+    const auto probability = x[0];
     auto used = probability;
     if constexpr (kDropout) {
       const auto scale = S::set(dropout_scale<T>(p.dropout));

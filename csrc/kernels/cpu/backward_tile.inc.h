@@ -4,6 +4,7 @@
 #include "kernels/cpu/backward_rows.inc.h"
 #include "kernels/cpu/score_products.inc.h"
 #include "kernels/cpu/seen_keys.inc.h"
+#include "kernels/cpu/work_beside.inc.h"
 
 // P and dS of one tile of rows and one block of keys, recomputed from lse: the common part of the
 // backward kernel and of the mask's gradient. S and dP are multiplied here, the rest is
@@ -164,6 +165,12 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     const int count = static_cast<int>(range.end - range.begin),
               first_row = first_vector * S::kWidth;
     const int64_t first = range.begin * kRows + first_row;
+    if constexpr (Scores::kWeighsBeside) {
+      if (weighs_beside(count, partial)) {
+        return weigh_beside<kCount>(first_row, of_key.from(range.begin), of_value.from(range.begin),
+                                    count, p_tile + first, ds_tile + first);
+      }
+    }
     multiply_block<kCount, /*kScaled=*/!Scores::kScales>(
         count, Scores::depth(p.head_dim), of_key.from(range.begin), query_t + first_row, kRows,
         p.scale, p_tile + first, ahead);
@@ -175,9 +182,62 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
                                                 of_value.from(range.begin), grad_out_t + first_row,
                                                 kRows, T(1), ds_tile + first, ahead);
     }
-    Base::template softmax_backward<kCount>(first_key, static_cast<int>(range.begin), count,
-                                            first_vector, partial, p_tile + first, ds_tile + first,
-                                            cap_tile + first);
+    Base::template softmax_backward<kCount, typename Scores::Exp>(
+        first_key, static_cast<int>(range.begin), count, first_vector, partial, p_tile + first,
+        ds_tile + first, cap_tile + first);
+  }
+
+  /// Of a block: whether P and dS are made beside products, to the same bits. Nothing happens to
+  /// scores but the softmax, and a product takes its depth at once.
+  bool weighs_beside(int keys, bool partial) const {
+    const ScoreRows<T, kVectors, kRows> rows(p, mask, alibi, 0, 0, 0, TileState::kFull);
+    return !partial && !rows.changes() && p.dropout.threshold == 0 &&
+           params.grad_weights.data == nullptr && keys % kMostRowsBeside == 0 &&
+           Scores::depth(p.head_dim) <= kDepthAtATime &&
+           Scores::depth(p.value_dim) <= kDepthAtATime;
+  }
+
+  /// What load_piece does, without storing S or dP.
+  template <int kCount>
+  QKV_ONE_COPY void weigh_beside(int first_row, Rows<Factor> of_key, Rows<Factor> of_value,
+                                 int keys, T* weights, T* gradients) {
+    multiply_with_work<kCount>(
+        keys, p.head_dim, of_key,
+        query_t + first_row, [&](int64_t at, int v, auto& x) __attribute__((always_inline)) {
+          const int row = first_row + v * S::kWidth;
+#pragma GCC unroll 2
+          for (auto& score : x) {
+            if constexpr (!Scores::kScales) score = rounded_product(score, S::set(p.scale));
+            score = score - S::load(Base::lse + row);
+          }
+          Base::template weigh<typename Scores::Exp>(S::load(Base::lse_rest + row), x);
+          S::store(weights + at, x[0]);
+          S::store(weights + at + kRows, x[1]);
+        });
+    multiply_with_work<kCount>(
+        keys, p.value_dim, of_value,
+        grad_out_t + first_row, [&](int64_t at, int v, auto& x) __attribute__((always_inline)) {
+          const auto delta = S::load(Base::delta + first_row + v * S::kWidth);
+          S::store(gradients + at, S::load(weights + at) * (x[0] - delta));
+          S::store(gradients + at + kRows, S::load(weights + at + kRows) * (x[1] - delta));
+        });
+  }
+
+  /// work(at, v, x) gets what two keys and a vector of rows were multiplied to, and where that is
+  /// in a tile.
+  template <int kCount, class Work>
+  QKV_INLINE void multiply_with_work(int keys, int64_t width, Rows<Factor> lines,
+                                     const Factor* columns, Work work) {
+    product_with_work<Factor, kCount>(
+        keys, Scores::depth(width), lines.first, lines.stride, columns, kRows,
+        [](auto&) __attribute__((always_inline)){},
+        [&](int64_t key, auto v, auto& x) __attribute__((always_inline)) {
+          if (v() == 0) {
+            ahead.fetch_next();
+            ahead.fetch_next();
+          }
+          work(key * kRows + v() * S::kWidth, v(), x);
+        });
   }
 };
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cpu/exp_by_table.inc.h"
 #include "kernels/cpu/half_tile.inc.h"
 #include "kernels/cpu/score_products.inc.h"
 
@@ -10,6 +11,8 @@ namespace qkv::kernels::QKV_ISA {
 struct InPairs {
   using Number = float;
   using Factor = BFloat16Pair;
+  using Exp = ExpByTable;
+  static constexpr bool kWeighsBeside = true;
   static constexpr bool kInNumbers = false;
   static constexpr bool kScales = false;
 

@@ -1,6 +1,6 @@
 #define QKV_ISA avx512_bf16
-// On Zen 4 multiply-adds wait for sums that are stored many at a time: 24 of them cost 30 cycles, 12
-// cost 3.
+// On Zen 4 multiply-adds wait for sums that are stored many at a time: 24 of them cost 30 cycles,
+// 12 cost 3.
 #define QKV_FEWER_SUMS
 #include "kernels/cpu/simd_avx512.h"
 
@@ -12,7 +12,7 @@
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/rounded_products.inc.h"
 
-// Kernels of bfloat16, and of float32 with a forward for processors that add, permute and shift
+// Kernels of bfloat16, and of float32 for processors that add, permute and shift
 // beside multiply-adds, as AMD's do, for which this set is chosen (isa.cpp).
 
 namespace qkv::kernels::avx512_bf16 {
@@ -20,7 +20,8 @@ namespace qkv::kernels::avx512_bf16 {
 inline bool takes_all(const Problem<float>&) { return true; }
 
 constexpr CpuKernels<float> float32_kernels =
-    make_kernels<float, ForwardProducts<float, ExpByTable, /*kBeside=*/true>>();
+    make_kernels<float, ForwardProducts<float, ExpByTable, /*kBeside=*/true>,
+                 InNumbers<float, ExpByTable, /*kBeside=*/true>>();
 constexpr BackwardKernels<float> few_rows_in_pairs_kernels =
     make_few_rows_backward_kernels<ForwardInPairs>();
 constexpr HalfForwardKernels bfloat16_forward_kernels = {
