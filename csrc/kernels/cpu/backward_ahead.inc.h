@@ -24,15 +24,22 @@ class BackwardAhead {
       of_tiles_[2] = lines_of_tile(*next, params.out, storage, p.value_dim);
     }
     if (writes_query) of_tiles_[3] = lines_of_tile(tile, params.grad_query, storage, p.head_dim);
+    calls_left_ = 0;
+    for (const auto& lines : of_tiles_) take_calls(2 * lines.count());
   }
 
   /// While a block of keys is worked on: rows of K, V, dK and dV of keys after it.
   void begin_block(const NextRows (&of_keys)[4]) {
-    for (int i = 0; i < 4; ++i) of_keys_[i] = LinesAhead<NextRows>(of_keys[i]);
+    for (int i = 0; i < 4; ++i) {
+      of_keys_[i] = LinesAhead<NextRows>(of_keys[i]);
+      take_calls(of_keys_[i].count());
+    }
   }
 
   /// With each key of a product.
   QKV_INLINE void fetch_next() {
+    if (calls_left_ == 0) return;  // as mostly: to look at each takes 1 % of the products
+    --calls_left_;
     const unsigned turn = turn_++ % 2;  // two of the four at a time
     of_tiles_[turn].fetch_next();
     of_tiles_[turn + 2].fetch_next();
@@ -40,9 +47,14 @@ class BackwardAhead {
   }
 
  private:
+  void take_calls(int64_t calls) {
+    if (calls_left_ < calls) calls_left_ = calls;
+  }
+
   LinesOfTile of_tiles_[4];  // Q, dO and O of the next tile, dQ of this one
   LinesAhead<NextRows> of_keys_[4];
   unsigned turn_ = 0;
+  int64_t calls_left_ = 0;  // until all is fetched
 };
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -135,10 +135,10 @@ struct BackwardRows {
 
   /// P where S - lse was.
   template <class Exp, int kCount>
-  static QKV_INLINE void weigh(typename S::Number lse_rest, typename S::Number (&x)[kCount]) {
+  static QKV_INLINE void weigh(typename S::Number (&x)[kCount]) {
     // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
 #pragma GCC unroll 2
-    for (auto& above_lse : x) above_lse = S::minimum(S::zero(), above_lse - lse_rest);
+    for (auto& above_lse : x) above_lse = S::minimum(S::zero(), above_lse);
     Exp::replace(x);
   }
 
@@ -151,8 +151,8 @@ struct BackwardRows {
   template <bool kMasked, bool kDropout, class Exp = ExpOfNonpositive<T>>
   QKV_INLINE Pairs gradients_of(int k, int vector, const RowNumbers& numbers,
                                 typename S::Number above_lse, typename S::Number dp) const {
-    typename S::Number x[1] = {above_lse};
-    weigh<Exp>(numbers.lse_rest, x);
+    typename S::Number x[1] = {above_lse - numbers.lse_rest};
+    weigh<Exp>(x);
     const auto probability = x[0];
     auto used = probability;
     if constexpr (kDropout) {

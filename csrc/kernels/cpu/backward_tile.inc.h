@@ -208,9 +208,9 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 #pragma GCC unroll 2
           for (auto& score : x) {
             if constexpr (!Scores::kScales) score = rounded_product(score, S::set(p.scale));
-            score = score - S::load(Base::lse + row);
+            score = score - S::load(Base::lse + row) - S::load(Base::lse_rest + row);
           }
-          Base::template weigh<typename Scores::Exp>(S::load(Base::lse_rest + row), x);
+          Base::template weigh<typename Scores::Exp>(x);
           S::store(weights + at, x[0]);
           S::store(weights + at + kRows, x[1]);
         });

@@ -300,30 +300,32 @@ class FixedPointGradients : FixedPoint {
   void round_keys(int k, int count) {
     const int end = kAll ? kVectors : vectors();
     __m512 of_weights[kWidth], of_gradients[kWidth];  // sums of magnitudes in each lane
-    for (int i = 0; i < kWidth; ++i) of_weights[i] = of_gradients[i] = S::zero();
-    __m512 sum[kVectors], largest[kVectors];  // of rows, in registers
+    for (int i = count; i < kWidth; ++i) of_weights[i] = of_gradients[i] = S::zero();
+    // Of rows, in registers. The powers are zeros where a product is none in fixed point.
+    __m512 sum[kVectors], largest[kVectors], of_grad_out[kVectors], of_query[kVectors];
 #pragma GCC unroll 6
     for (int v = 0; v < end; ++v) {
       sum[v] = S::load(sum_of_row_ + v * kWidth);
       largest[v] = S::load(largest_of_row_ + v * kWidth);
+      of_grad_out[v] = fixes_value_ ? S::load(grad_out_.of_rows + v * kWidth) : S::zero();
+      of_query[v] = fixes_key_ ? S::load(query_.of_rows + v * kWidth) : S::zero();
     }
     for (int i = 0; i < count; ++i) {
       const float* weights = work_.p_tile + (k + i) * kRows;
       const float* gradients = work_.ds_tile + (k + i) * kRows;
       const auto of_key = S::set(fixes_query_ ? key_.of_rows[k + i] : 0.0f);
+      auto of_weight = S::zero(), of_gradient = S::zero();  // in registers
 #pragma GCC unroll 6
       for (int v = 0; v < end; ++v) {
-        const int r = v * kWidth;
         const auto gradient = magnitude(of_rows<kAll>(gradients, v));
-        if (fixes_value_) {
-          of_weights[i] =
-              of_weights[i] + of_rows<kAll>(weights, v) * S::load(grad_out_.of_rows + r);
-        }
-        if (fixes_key_) of_gradients[i] = of_gradients[i] + gradient * S::load(query_.of_rows + r);
+        of_weight = of_weight + of_rows<kAll>(weights, v) * of_grad_out[v];
+        of_gradient = of_gradient + gradient * of_query[v];
         const auto in_row = gradient * of_key;
         sum[v] = sum[v] + in_row;
         largest[v] = S::maximum(largest[v], in_row);
       }
+      of_weights[i] = of_weight;
+      of_gradients[i] = of_gradient;
     }
 #pragma GCC unroll 6
     for (int v = 0; v < end; ++v) {

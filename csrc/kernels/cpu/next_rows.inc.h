@@ -84,6 +84,8 @@ class LinesAhead {
   LinesAhead() : rows_{} {}  // of none
   explicit LinesAhead(const Rows& rows) : rows_(rows) {}
 
+  int64_t count() const { return rows_.count * ((rows_.width + 63) / 64); }
+
   QKV_INLINE void fetch_next() {
     if (row_ == rows_.count) return;
     __builtin_prefetch(rows_[row_] + byte_);
