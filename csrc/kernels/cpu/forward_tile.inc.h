@@ -348,15 +348,8 @@ class ForwardTile {
         weighed = weigh_in_registers<kVectors, changes()>(first_key, keys, first_vector, scores,
                                                           stays, next, weights);
       };
-      if (Products::kWeighsBeside && are_plain(scores) && keys % kMostRowsBeside == 0) {
-        if constexpr (Products::kWeighsBeside) {
-          weighed = weigh_beside<kVectors>(first_key, keys, first_vector, next, weights);
-        }
-      } else if (scores.is_capped()) {
-        weigh_now(Constant<kCaps>{});
-      } else {
-        with_constant(!are_plain(scores), weigh_now);
-      }
+      scores.is_capped() ? weigh_now(Constant<kCaps>{})
+                         : with_constant(!are_plain(scores), weigh_now);
     }
     if (weighed) return false;
     find_scores<kVectors>(first_key, keys, first_vector, scores, next, weights);
@@ -375,6 +368,12 @@ class ForwardTile {
   bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
                           const Scores<kVectors>& scores, const uint8_t* stays,
                           const NextKeys& next, T* weights) {
+    if constexpr (Products::kWeighsBeside && kChanges != kCaps) {
+      if (keys % kMostRowsBeside == 0) {
+        return weigh_beside<kVectors, kChanges>(first_key, keys, first_vector, scores, stays, next,
+                                                weights);
+      }
+    }
     Weigher weigher[kVectors];
     Number sum[kVectors], block_max[kVectors];
     if (!begin_weighing<kVectors>(first_vector, weigher, sum, block_max)) return false;
@@ -382,37 +381,38 @@ class ForwardTile {
         first_key, keys, first_vector * S::kWidth,
         weights, [&](int64_t k, int v, auto& x) __attribute__((always_inline)) {
           fetch(k, count_of(x), v, next);
-          int64_t key = k;
-#pragma GCC unroll 4
-          for (auto& score : x) {
-            if constexpr (kChanges != kNone) score = scaled(score, scale_of_scores_);
-            if constexpr (kChanges == kCaps) score = scores.capped(score);
-            if constexpr (kChanges != kNone) score = scores.biased_and_kept(key++, v, score);
-            block_max[v] = S::maximum(block_max[v], score);
-          }
+          change<kChanges>(k, v, scores, x, block_max[v]);
           weigher[v].replace_near(x);
           add_few(x, sum[v]);
           if constexpr (kChanges != kNone) drop(stays, k, v, x);
         });
-    for (auto& max : block_max) max = scaled(max, scale_of_weights_);
-    if (outgrow<kVectors>(block_max, first_vector)) {
-      passes_to_come_ = kPassesAfterGrowth;
-      return false;
-    }
-    add_to_sums<kVectors>(sum, first_vector);
-    return true;
+    return end_weighing<kVectors>(first_vector, sum, block_max);
   }
 
-  /// The same while the scores of the next keys are multiplied.
-  template <int kVectors>
-  bool weigh_beside(int64_t first_key, int keys, int first_vector, const NextKeys& next,
-                    T* weights) {
+  /// Scores of a few keys from k on, and their maximum.
+  template <int kChanges, int kVectors, int kCount>
+  QKV_INLINE void change(int64_t k, int v, const Scores<kVectors>& scores, Number (&x)[kCount],
+                         Number& max) const {
+#pragma GCC unroll 4
+    for (auto& score : x) {
+      if constexpr (kChanges != kNone) score = scaled(score, scale_of_scores_);
+      if constexpr (kChanges == kCaps) score = scores.capped(score);
+      if constexpr (kChanges != kNone) score = scores.biased_and_kept(k++, v, score);
+      max = S::maximum(max, score);
+    }
+  }
+
+  /// The same while the next keys' scores are multiplied. Maxima of plain ones are found before.
+  template <int kVectors, int kChanges>
+  bool weigh_beside(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
+                    const uint8_t* stays, const NextKeys& next, T* weights) {
     Weigher weigher[kVectors];
     Number sum[kVectors], block_max[kVectors];
     if (!begin_weighing<kVectors>(first_vector, weigher, sum, block_max)) return false;
     products_.template weights_beside<kVectors>(
         first_key, keys, first_vector * S::kWidth, weights,
         [&](const auto& x) __attribute__((always_inline)) {
+          if constexpr (kChanges != kNone) return;
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
             auto max = block_max[v];
@@ -424,16 +424,12 @@ class ForwardTile {
         [&](int64_t k, auto vector, auto& x) __attribute__((always_inline)) {
           constexpr int v = vector();
           fetch(k, count_of(x), v, next);
+          if constexpr (kChanges != kNone) change<kChanges>(k, v, scores, x, block_max[v]);
           weigher[v].replace_near(x);
           add_few(x, sum[v]);
+          if constexpr (kChanges != kNone) drop(stays, k, v, x);
         });
-    for (auto& max : block_max) max = scaled(max, scale_of_weights_);
-    if (outgrow<kVectors>(block_max, first_vector)) {
-      passes_to_come_ = kPassesAfterGrowth;
-      return false;
-    }
-    add_to_sums<kVectors>(sum, first_vector);
-    return true;
+    return end_weighing<kVectors>(first_vector, sum, block_max);
   }
 
   /// Under the maxima of the keys before. False if a row has none yet or one too far from 0.
@@ -448,6 +444,19 @@ class ForwardTile {
       sum[v] = S::zero();
       block_max[v] = Math::minus_infinity();
     }
+    return true;
+  }
+
+  /// False, and nothing is summed, if a row has outgrown its maximum.
+  template <int kVectors>
+  bool end_weighing(int first_vector, const Number (&sum)[kVectors],
+                    Number (&block_max)[kVectors]) {
+    for (auto& max : block_max) max = scaled(max, scale_of_weights_);
+    if (outgrow<kVectors>(block_max, first_vector)) {
+      passes_to_come_ = kPassesAfterGrowth;
+      return false;
+    }
+    add_to_sums<kVectors>(sum, first_vector);
     return true;
   }
 
