@@ -227,6 +227,29 @@ TEST(Invariance, RoundingAndTraps) {
   at::set_num_threads(before);
 }
 
+/// A pair that a mask leaves out of one row decides how a whole block of a tile is computed.
+TEST(Invariance, RowsBesideAMaskedOne) {
+  constexpr int64_t kRow = 70, kKey = 130;
+  for (const int64_t head_dim : {24, 64, 128, 160}) {
+    const Tensor q = torch::randn({1, 2, 200, head_dim}).requires_grad_(),
+                 k = torch::randn({1, 2, 300, head_dim}), v = torch::randn({1, 2, 300, head_dim}),
+                 grad = torch::randn({1, 2, 200, head_dim});
+    const auto rows = [&](const qkv::AttentionOptions& options) {
+      const auto [out, lse] = qkv::attention_with_lse(q, k, v, options);
+      Results results{
+          {torch::autograd::grad({out}, {q}, {grad})[0], out.detach(), lse.detach().unsqueeze(-1)}};
+      for (Tensor& x : results.tensors) {
+        x = torch::cat({x.slice(2, 0, kRow), x.slice(2, kRow + 1)}, 2);
+      }
+      return results;
+    };
+    Tensor mask = torch::ones({200, 300}, torch::kBool);
+    mask[kRow][kKey] = false;
+    const qkv::AttentionOptions plain;
+    EXPECT_TRUE(rows(plain) == rows(qkv::AttentionOptions(plain).attn_mask(mask))) << head_dim;
+  }
+}
+
 /// With few threads the splits of the keys (of the rows, in second order) add to the mask's
 /// gradient, with many it has a pass of its own.
 TEST(Invariance, GradientOfAMaskThatIsBroadcast) {

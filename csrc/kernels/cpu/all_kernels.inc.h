@@ -19,8 +19,8 @@ template <class T>
 constexpr BackwardKernels<T> few_rows_backward_kernels =
     make_few_rows_backward_kernels<ForwardProducts<T>>();
 
-/// Forward and Scores: ForwardProducts and InNumbers with any exponential. Kernels of few rows have
-/// one of their own.
+/// Forward and Scores of a backward: ForwardProducts and InNumbers with any exponential. Kernels of
+/// few rows and of tangents have one of their own.
 template <class T, class Forward = ForwardProducts<T>, class Scores = InNumbers<T>>
 constexpr CpuKernels<T> make_kernels() {
   return {

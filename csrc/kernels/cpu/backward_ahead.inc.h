@@ -25,20 +25,21 @@ class BackwardAhead {
     }
     if (writes_query) of_tiles_[3] = lines_of_tile(tile, params.grad_query, storage, p.head_dim);
     calls_left_ = 0;
-    for (const auto& lines : of_tiles_) take_calls(2 * lines.count());
+    for (const auto& lines : of_tiles_)
+      need_calls(2 * lines.all());  // each call takes half of them
   }
 
   /// While a block of keys is worked on: rows of K, V, dK and dV of keys after it.
   void begin_block(const NextRows (&of_keys)[4]) {
     for (int i = 0; i < 4; ++i) {
       of_keys_[i] = LinesAhead<NextRows>(of_keys[i]);
-      take_calls(of_keys_[i].count());
+      need_calls(of_keys_[i].all());
     }
   }
 
   /// With each key of a product.
   QKV_INLINE void fetch_next() {
-    if (calls_left_ == 0) return;  // as mostly: to look at each takes 1 % of the products
+    if (calls_left_ == 0) return;  // else looking at each list takes 1 % of the time
     --calls_left_;
     const unsigned turn = turn_++ % 2;  // two of the four at a time
     of_tiles_[turn].fetch_next();
@@ -47,7 +48,7 @@ class BackwardAhead {
   }
 
  private:
-  void take_calls(int64_t calls) {
+  void need_calls(int64_t calls) {
     if (calls_left_ < calls) calls_left_ = calls;
   }
 

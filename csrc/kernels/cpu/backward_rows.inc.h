@@ -135,7 +135,7 @@ struct BackwardRows {
 
   /// P where S - lse was.
   template <class Exp, int kCount>
-  static QKV_INLINE void weigh(typename S::Number (&x)[kCount]) {
+  static QKV_INLINE void to_probabilities(typename S::Number (&x)[kCount]) {
     // Rounding can leave a score of 1e8 above its lse; without the clamp P would overflow.
 #pragma GCC unroll 2
     for (auto& above_lse : x) above_lse = S::minimum(S::zero(), above_lse);
@@ -152,7 +152,7 @@ struct BackwardRows {
   QKV_INLINE Pairs gradients_of(int k, int vector, const RowNumbers& numbers,
                                 typename S::Number above_lse, typename S::Number dp) const {
     typename S::Number x[1] = {above_lse - numbers.lse_rest};
-    weigh<Exp>(x);
+    to_probabilities<Exp>(x);
     const auto probability = x[0];
     auto used = probability;
     if constexpr (kDropout) {

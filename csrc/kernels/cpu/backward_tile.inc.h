@@ -7,8 +7,8 @@
 #include "kernels/cpu/work_beside.inc.h"
 
 // P and dS of one tile of rows and one block of keys, recomputed from lse: the common part of the
-// backward kernel and of the mask's gradient. S and dP are multiplied here, the rest is
-// backward_rows.inc.h's.
+// backward kernel and of the mask's gradient. S and dP are multiplied here, what follows is
+// backward_rows.inc.h's, or happens beside these products.
 //
 //              rows (lanes) ->
 //     Qᵀ   D  [ ............ ]
@@ -187,17 +187,18 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
         ds_tile + first, cap_tile + first);
   }
 
-  /// Of a block: whether P and dS are made beside products, to the same bits. Nothing happens to
-  /// scores but the softmax, and a product takes its depth at once.
+  /// Whether P and dS of a piece are made beside products: nothing happens to scores but the
+  /// softmax, and columns stay in a first-level cache. They have the bits that passes give them,
+  /// for other rows of a tile may decide which way a piece goes.
   bool weighs_beside(int keys, bool partial) const {
-    const ScoreRows<T, kVectors, kRows> rows(p, mask, alibi, 0, 0, 0, TileState::kFull);
-    return !partial && !rows.changes() && p.dropout.threshold == 0 &&
-           params.grad_weights.data == nullptr && keys % kMostRowsBeside == 0 &&
+    const bool plain = !partial && p.softcap == T(0) && !mask.has_bias(p) &&
+                       p.alibi_slopes.data == nullptr && p.dropout.threshold == 0;
+    return plain && params.grad_weights.data == nullptr && keys % kMostRowsBeside == 0 &&
            Scores::depth(p.head_dim) <= kDepthAtATime &&
            Scores::depth(p.value_dim) <= kDepthAtATime;
   }
 
-  /// What load_piece does, without storing S or dP.
+  /// P and dS as softmax_backward makes them, but S and dP are not stored.
   template <int kCount>
   QKV_ONE_COPY void weigh_beside(int first_row, Rows<Factor> of_key, Rows<Factor> of_value,
                                  int keys, T* weights, T* gradients) {
@@ -210,7 +211,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
             if constexpr (!Scores::kScales) score = rounded_product(score, S::set(p.scale));
             score = score - S::load(Base::lse + row) - S::load(Base::lse_rest + row);
           }
-          Base::template weigh<typename Scores::Exp>(x);
+          Base::template to_probabilities<typename Scores::Exp>(x);
           S::store(weights + at, x[0]);
           S::store(weights + at + kRows, x[1]);
         });

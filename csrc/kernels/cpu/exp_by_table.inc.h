@@ -3,7 +3,8 @@
 #include "kernels/cpu/power_by_table.inc.h"
 
 // exp with six multiply-adds instead of eight, for weights beside products (work_beside.inc.h). On
-// its own it takes more operations than that of math.inc.h.
+// its own it takes more operations than that of math.inc.h; passes of a backward have it as well,
+// for the same bits.
 
 namespace qkv::kernels::QKV_ISA {
 

@@ -148,7 +148,7 @@ struct FewRowsOfNumbers {
 
   /// Vectors of columns whose sums stay in registers.
   static constexpr int most_columns(int rows) {
-    const int sums = S::kOuterRows * S::kOuterVectors / rows;
+    const int sums = S::kMostSums / rows;
     return sums < 4 ? sums : 4;
   }
 

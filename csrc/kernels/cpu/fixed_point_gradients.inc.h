@@ -301,7 +301,8 @@ class FixedPointGradients : FixedPoint {
     const int end = kAll ? kVectors : vectors();
     __m512 of_weights[kWidth], of_gradients[kWidth];  // sums of magnitudes in each lane
     for (int i = count; i < kWidth; ++i) of_weights[i] = of_gradients[i] = S::zero();
-    // Of rows, in registers. The powers are zeros where a product is none in fixed point.
+    // Of rows, in registers. Powers are zeros if dV or dK is not multiplied in fixed point: then
+    // their sums are not used.
     __m512 sum[kVectors], largest[kVectors], of_grad_out[kVectors], of_query[kVectors];
 #pragma GCC unroll 6
     for (int v = 0; v < end; ++v) {

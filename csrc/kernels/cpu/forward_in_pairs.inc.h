@@ -126,7 +126,7 @@ class ForwardInPairs {
   QKV_INLINE void scores(int64_t first_key, int keys, int first_row, Finish finish) const {
     const Rows<BFloat16Pair> lines = InPairs::lines(tile_, p_.key, p_.key_value_storage, first_key,
                                                     keys, p_.head_dim, block_lines_);
-    tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
+    tile_product<BFloat16Pair, rows_together<BFloat16Pair, kVectors>(), kVectors>(
         0, keys, InPairs::depth(p_.head_dim), lines.first, lines.stride, UnitStride{},
         query_t_ + first_row, kRows,
         [](int64_t, int) __attribute__((always_inline)) { return S::zero(); },
@@ -222,7 +222,7 @@ class ForwardInPairs {
     }
     const BFloat16Pair* weights = weights_ + first_row;
     const bool has_any = out.has_any;
-    tile_product<BFloat16Pair, Pairs::kBroadcastRows, kVectors>(
+    tile_product<BFloat16Pair, rows_together<BFloat16Pair, kVectors>(), kVectors>(
         0, p_.value_dim, (keys + 1) / 2, pairs, UnitStride{},
         round_up_to_vector<float>(p_.value_dim), weights, kRows,
         [=](int64_t d, int v) __attribute__((always_inline)) {

@@ -362,13 +362,26 @@ class ForwardTile {
     return !scores.changes() && !drops_ && scale_of_scores_ == T(1);
   }
 
+  /// What happens to x, scores of a few keys from k on; they raise max.
+  template <int kChanges, int kVectors, int kCount>
+  QKV_INLINE void change(int64_t k, int v, const Scores<kVectors>& scores, Number (&x)[kCount],
+                         Number& max) const {
+#pragma GCC unroll 4
+    for (auto& score : x) {
+      if constexpr (kChanges != kNone) score = scaled(score, scale_of_scores_);
+      if constexpr (kChanges == kCaps) score = scores.capped(score);
+      if constexpr (kChanges != kNone) score = scores.biased_and_kept(k++, v, score);
+      max = S::maximum(max, score);
+    }
+  }
+
   /// P where S leaves the registers of the product, under the maxima of the keys before. False, and
   /// no weights, if a row has none yet or one that is too small now, or too far from 0.
   template <int kVectors, int kChanges>
   bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
                           const Scores<kVectors>& scores, const uint8_t* stays,
                           const NextKeys& next, T* weights) {
-    if constexpr (Products::kWeighsBeside && kChanges != kCaps) {
+    if constexpr (Products::kWeighsBeside && kChanges != kCaps) {  // caps take all registers
       if (keys % kMostRowsBeside == 0) {
         return weigh_beside<kVectors, kChanges>(first_key, keys, first_vector, scores, stays, next,
                                                 weights);
@@ -389,19 +402,6 @@ class ForwardTile {
     return end_weighing<kVectors>(first_vector, sum, block_max);
   }
 
-  /// Scores of a few keys from k on, and their maximum.
-  template <int kChanges, int kVectors, int kCount>
-  QKV_INLINE void change(int64_t k, int v, const Scores<kVectors>& scores, Number (&x)[kCount],
-                         Number& max) const {
-#pragma GCC unroll 4
-    for (auto& score : x) {
-      if constexpr (kChanges != kNone) score = scaled(score, scale_of_scores_);
-      if constexpr (kChanges == kCaps) score = scores.capped(score);
-      if constexpr (kChanges != kNone) score = scores.biased_and_kept(k++, v, score);
-      max = S::maximum(max, score);
-    }
-  }
-
   /// The same while the next keys' scores are multiplied. Maxima of plain ones are found before.
   template <int kVectors, int kChanges>
   bool weigh_beside(int64_t first_key, int keys, int first_vector, const Scores<kVectors>& scores,
@@ -412,9 +412,9 @@ class ForwardTile {
     products_.template weights_beside<kVectors>(
         first_key, keys, first_vector * S::kWidth, weights,
         [&](const auto& x) __attribute__((always_inline)) {
-          if constexpr (kChanges != kNone) return;
+    // Those that change are seen when they have.
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) {
+          for (int v = 0; v < (kChanges == kNone ? kVectors : 0); ++v) {
             auto max = block_max[v];
 #pragma GCC unroll 8
             for (int i = 0; i < kRowsBeside<kVectors>; ++i) max = S::maximum(max, x[i][v]);

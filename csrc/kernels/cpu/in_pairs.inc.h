@@ -11,7 +11,7 @@ namespace qkv::kernels::QKV_ISA {
 struct InPairs {
   using Number = float;
   using Factor = BFloat16Pair;
-  using Exp = ExpByTable;
+  using Exp = ExpByTable;  // as for InNumbers
   static constexpr bool kWeighsBeside = true;
   static constexpr bool kInNumbers = false;
   static constexpr bool kScales = false;

@@ -84,7 +84,8 @@ class LinesAhead {
   LinesAhead() : rows_{} {}  // of none
   explicit LinesAhead(const Rows& rows) : rows_(rows) {}
 
-  int64_t count() const { return rows_.count * ((rows_.width + 63) / 64); }
+  /// How many lines there are, fetched or not.
+  int64_t all() const { return rows_.count * ((rows_.width + 63) / 64); }
 
   QKV_INLINE void fetch_next() {
     if (row_ == rows_.count) return;

@@ -45,7 +45,8 @@ QKV_INLINE void multiply_lines(int64_t keys, int64_t depth, Rows<Factor> lines,
   }
 }
 
-/// Exp is what a backward makes weights with, kBeside says whether beside products.
+/// Exp is what a backward makes weights with, kBeside says whether it does so beside products where
+/// it can.
 template <class T, class Exp_ = ExpOfNonpositive<T>, bool kBeside = false>
 struct InNumbers {
   using Number = T;

@@ -18,7 +18,8 @@ struct Simd<float> {
   using Mask = __m256;
   static constexpr int kWidth = 8;
   static constexpr bool kLoadsFirst = true, kStoresFirst = false;  // by a mask: not tried
-  static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
+  static constexpr int kMostSums = 12;                             // in registers
+  static constexpr int kBroadcastRows = 4;  // 4 x 3 sums, 3 operands, 1 broadcast: 16
   static constexpr int kOuterVectors = 3;   // and the shape for long rows of C
   static constexpr int kOuterRows = 4;
 
@@ -108,6 +109,7 @@ struct Simd<double> {
   using Mask = __m256d;
   static constexpr int kWidth = 4;
   static constexpr bool kLoadsFirst = true, kStoresFirst = false;  // by a mask: not tried
+  static constexpr int kMostSums = 12;
   static constexpr int kBroadcastRows = 4;
   static constexpr int kOuterVectors = 3;
   static constexpr int kOuterRows = 4;

@@ -11,12 +11,11 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-// Rows of a product whose sums stay in registers together: 3 vectors of each, or 4 if rows are
-// long. 8 x 3 sums and 3 operands are 27 of 32 registers.
-#ifdef QKV_FEWER_SUMS
+// Rows of a product that are summed together, of 3 vectors each, or of 4 if they are long.
+#ifdef QKV_FEWER_SUMS  // by isa_avx512_bf16.cpp, which says why
 constexpr int kRowsOfThree = 4, kRowsOfFour = 4;
 #else
-constexpr int kRowsOfThree = 8, kRowsOfFour = 6;
+constexpr int kRowsOfThree = 8, kRowsOfFour = 6;  // 8 x 3 sums, 3 operands: 27 of 32 registers
 #endif
 
 /// The lanes 0 .. count of a vector.
@@ -32,6 +31,7 @@ struct Simd<float> {
   using Number = __m512;
   using Mask = __mmask16;
   static constexpr int kWidth = 16;
+  static constexpr int kMostSums = 24;  // in registers
   static constexpr int kBroadcastRows = kRowsOfThree;
   static constexpr int kOuterVectors = 4;  // the shape for long rows of C
   static constexpr int kOuterRows = kRowsOfFour;
@@ -135,6 +135,7 @@ struct Simd<double> {
   using Number = __m512d;
   using Mask = __mmask8;
   static constexpr int kWidth = 8;
+  static constexpr int kMostSums = 24;  // in registers
   static constexpr int kBroadcastRows = kRowsOfThree;
   static constexpr int kOuterVectors = 4;
   static constexpr int kOuterRows = kRowsOfFour;

@@ -26,7 +26,8 @@ struct SimdOf {
   using Mask = typename VectorTypes<Real, Integer>::Mask;
   static constexpr int kWidth = 16 / sizeof(Real);
   static constexpr bool kLoadsFirst = false, kStoresFirst = false;
-  static constexpr int kBroadcastRows = 4;  // 4 x 3 accumulators, 3 operands, 1 broadcast: 16
+  static constexpr int kMostSums = 12;      // in registers
+  static constexpr int kBroadcastRows = 4;  // 4 x 3 sums, 3 operands, 1 broadcast: 16
   static constexpr int kOuterVectors = 3;
   static constexpr int kOuterRows = 4;
 

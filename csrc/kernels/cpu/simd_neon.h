@@ -18,7 +18,8 @@ struct Simd<float> {
   using Mask = uint32x4_t;
   static constexpr int kWidth = 4;
   static constexpr bool kLoadsFirst = false, kStoresFirst = false;
-  static constexpr int kBroadcastRows = 8;  // 8 x 3 accumulators, 3 operands: 27 of 32 registers
+  static constexpr int kMostSums = 24;      // in registers
+  static constexpr int kBroadcastRows = 8;  // 8 x 3 sums, 3 operands: 27 of 32
   static constexpr int kOuterVectors = 4;   // and the shape for long rows of C
   static constexpr int kOuterRows = 6;
 
@@ -76,6 +77,7 @@ struct Simd<double> {
   using Mask = uint64x2_t;
   static constexpr int kWidth = 2;
   static constexpr bool kLoadsFirst = false, kStoresFirst = false;
+  static constexpr int kMostSums = 24;
   static constexpr int kBroadcastRows = 8;
   static constexpr int kOuterVectors = 4;
   static constexpr int kOuterRows = 6;
