@@ -25,8 +25,7 @@ class BackwardAhead {
     }
     if (writes_query) of_tiles_[3] = lines_of_tile(tile, params.grad_query, storage, p.head_dim);
     calls_left_ = 0;
-    for (const auto& lines : of_tiles_)
-      need_calls(2 * lines.all());  // each call takes half of them
+    for (const auto& lines : of_tiles_) need_calls(2 * lines.all());
   }
 
   /// While a block of keys is worked on: rows of K, V, dK and dV of keys after it.
@@ -41,7 +40,7 @@ class BackwardAhead {
   QKV_INLINE void fetch_next() {
     if (calls_left_ == 0) return;  // else looking at each list takes 1 % of the time
     --calls_left_;
-    const unsigned turn = turn_++ % 2;  // two of the four at a time
+    const unsigned turn = turn_++ % 2;  // two of the four lists at a time
     of_tiles_[turn].fetch_next();
     of_tiles_[turn + 2].fetch_next();
     for (auto& lines : of_keys_) lines.fetch_next();

@@ -412,9 +412,9 @@ class ForwardTile {
     products_.template weights_beside<kVectors>(
         first_key, keys, first_vector * S::kWidth, weights,
         [&](const auto& x) __attribute__((always_inline)) {
-    // Those that change are seen when they have.
+          constexpr int kSeen = kChanges == kNone ? kVectors : 0;
 #pragma GCC unroll 4
-          for (int v = 0; v < (kChanges == kNone ? kVectors : 0); ++v) {
+          for (int v = 0; v < kSeen; ++v) {
             auto max = block_max[v];
 #pragma GCC unroll 8
             for (int i = 0; i < kRowsBeside<kVectors>; ++i) max = S::maximum(max, x[i][v]);

@@ -12,8 +12,8 @@
 #include "kernels/cpu/in_pairs.inc.h"
 #include "kernels/cpu/rounded_products.inc.h"
 
-// Kernels of bfloat16, and of float32 for processors that add, permute and shift
-// beside multiply-adds, as AMD's do, for which this set is chosen (isa.cpp).
+// Kernels of bfloat16, and of float32 for processors that add, permute and shift beside
+// multiply-adds, as AMD's do, for which this set is chosen (isa.cpp).
 
 namespace qkv::kernels::avx512_bf16 {
 

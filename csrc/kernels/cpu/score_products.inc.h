@@ -45,13 +45,13 @@ QKV_INLINE void multiply_lines(int64_t keys, int64_t depth, Rows<Factor> lines,
   }
 }
 
-/// Exp is what a backward makes weights with, kBeside says whether it does so beside products where
-/// it can.
-template <class T, class Exp_ = ExpOfNonpositive<T>, bool kBeside = false>
+/// OfWeights is the exponential that a backward makes weights with, kBeside says whether it does so
+/// beside products where it can.
+template <class T, class OfWeights = ExpOfNonpositive<T>, bool kBeside = false>
 struct InNumbers {
   using Number = T;
   using Factor = T;
-  using Exp = Exp_;
+  using Exp = OfWeights;
   static constexpr bool kWeighsBeside = kBeside;
   static constexpr bool kInNumbers = true;
   static constexpr bool kScales = true;  // columns, before they are multiplied
