@@ -315,7 +315,8 @@ class FixedPointGradients : FixedPoint {
       const float* weights = work_.p_tile + (k + i) * kRows;
       const float* gradients = work_.ds_tile + (k + i) * kRows;
       const auto of_key = S::set(fixes_query_ ? key_.of_rows[k + i] : 0.0f);
-      auto of_weight = S::zero(), of_gradient = S::zero();  // in registers
+      // In registers: g++ keeps sums in an array, and each waits for the store of the one before.
+      auto of_weight = S::zero(), of_gradient = S::zero();
 #pragma GCC unroll 6
       for (int v = 0; v < end; ++v) {
         const auto gradient = magnitude(of_rows<kAll>(gradients, v));

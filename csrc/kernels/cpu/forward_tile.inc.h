@@ -381,7 +381,7 @@ class ForwardTile {
   bool weigh_in_registers(int64_t first_key, int keys, int first_vector,
                           const Scores<kVectors>& scores, const uint8_t* stays,
                           const NextKeys& next, T* weights) {
-    if constexpr (Products::kWeighsBeside && kChanges != kCaps) {  // caps take all registers
+    if constexpr (Products::kWeighsBeside && kChanges != kCaps) {  // a softcap: not tried
       if (keys % kMostRowsBeside == 0) {
         return weigh_beside<kVectors, kChanges>(first_key, keys, first_vector, scores, stays, next,
                                                 weights);
