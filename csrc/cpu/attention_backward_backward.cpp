@@ -94,10 +94,10 @@ void run_backward_backward(const Tensors& t, Workspace& workspace) {
   const auto slope_gradient =
       c10::GetCPUAllocator()->allocate(t.needs[4] ? t.lse.numel() * sizeof(T) : 0);
   backward.slope_gradient_of_rows = t.needs[4] ? static_cast<T*>(slope_gradient.get()) : nullptr;
-  backward.splits = 1;  // of the keys
-  // Not 8: each has a buffer for gradients of all keys and values.
-  params.splits =
-      std::min<int64_t>(number_of_splits(p.query_heads / p.kv_heads * p.queries, 512), 4);
+  backward.splits = backward.units = 1;  // of the keys
+  // Of sizes of a head alone, as the bits depend on it. Not more: each has a buffer for gradients
+  // of all keys and values.
+  params.splits = std::clamp<int64_t>(p.query_heads / p.kv_heads * p.queries / 512, 1, 4);
   const auto prepared = prepare_heads(
       p, tangents.second_order_prepared_bytes(params),
       [&](int64_t head, void* to) { tangents.prepare_second_order(params, head, to); });

@@ -37,11 +37,7 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
   const kernels::BackwardKernels<T>* of_few_rows = few_rows_backward_for(p);
   const kernels::BackwardKernels<T>& of_splits =
       of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(p);
-  backward.splits = number_of_splits(p.keys, 256);
-  // Where a unit is one split, each split packs the rows: longer ones do so less often.
-  if (of_splits.most_splits_of_unit(backward) == 1) {
-    backward.splits = number_of_splits(p.keys, 512);
-  }
+  backward.splits = of_splits.splits(p);
   const int64_t rows = p.batch * p.query_heads * p.queries;
   const auto slope_gradient = memory_of<T>(needs[4] ? backward.splits * rows : 0);
   backward.slope_gradient_of_rows = static_cast<T*>(slope_gradient.get());
@@ -56,21 +52,24 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
     lse->set_lse(backward);
   }
   const kernels::BackwardParams<T> for_mask = backward;
-  const int64_t most = of_splits.most_splits_of_unit(backward);
+  const int64_t least = of_splits.least_units(backward);
   if (needs[3]) {
     // The more units, the more threads can add to the mask's gradient; but each packs the rows.
-    const bool are_short = p.keys < 512 * backward.splits;
-    const bool in_pairs =
-        are_short && splits_may_add_to_mask(backward, Split::kKeys, pieces(backward.splits, 2));
-    backward.splits_of_unit = in_pairs ? std::min<int64_t>(most, 2) : 1;
+    backward.units = least;
+    const auto is_good = [&](int64_t units) {
+      return p.keys <= 512 * units && splits_may_add_to_mask(backward, Split::kKeys, units);
+    };
+    while (backward.units < backward.splits && !is_good(backward.units)) {
+      backward.units = std::min(2 * backward.units, backward.splits);
+    }
   } else {
-    backward.splits_of_unit =
-        best_splits_of_unit(most, backward.splits, p.batch * p.kv_heads, sees_all(p.band));
+    backward.units =
+        best_units_of_head(least, backward.splits, p.batch * p.kv_heads, sees_all(p.band));
   }
   Workspace workspace;
   SplitPass<T, kernels::BackwardParams<T>> splits{};
   splits.what = Split::kKeys;
-  splits.units = pieces(backward.splits, backward.splits_of_unit);
+  splits.units = backward.units;
   splits.scratch_bytes = of_splits.backward_scratch_bytes(backward);
   splits.run = of_splits.backward;
   splits.needed = needs[0] || needs[1] || needs[2] || needs[4] || sums_rows;

@@ -38,13 +38,6 @@ inline Tensor sums_of_mask(const Tensor& result, at::ScalarType real) {
   return writable(result, has_rows && has_columns ? real : at::kDouble).zero_();
 }
 
-/// How many parts the keys, or the rows, of a head are cut into, of `least` or more. Of sizes of a
-/// head alone: the bits of a gradient depend on it, and must not depend on the number of threads or
-/// on the batch.
-inline int64_t number_of_splits(int64_t length, int64_t least) {
-  return std::clamp<int64_t>(length / least, 1, 8);
-}
-
 /// What a head is cut into.
 enum class Split { kKeys, kRows };
 
@@ -53,19 +46,17 @@ inline bool sees_all(const kernels::Band& band) { return band.left < 0 && band.r
 /// Units of a head, or rounds in which threads work on units.
 inline int64_t pieces(int64_t count, int64_t of_piece) { return (count + of_piece - 1) / of_piece; }
 
-/// How many splits one unit of work takes, at most `most`: the more the better, if threads are done
-/// as early. Units of different lengths even out only if each thread takes several. Results have
-/// the same bits whatever this is.
-inline int64_t best_splits_of_unit(int64_t most, int64_t splits, int64_t heads, bool equally_long) {
+/// How many units of work the splits of a head make, at least `least`: the fewer the better, if
+/// threads are done as early. Units of different lengths even out only if each thread takes
+/// several. Results have the same bits whatever this is.
+inline int64_t best_units_of_head(int64_t least, int64_t splits, int64_t heads, bool equally_long) {
   const int64_t threads = at::get_num_threads();
   const auto rounds = [&](int64_t units) { return pieces(heads * units, threads); };
-  int64_t best = 1;
-  for (int64_t of_unit = 2; of_unit <= most; of_unit *= 2) {
-    const int64_t units = pieces(splits, of_unit);
+  for (int64_t units = least; units < splits; units *= 2) {
     const bool even = equally_long || units == 1 || heads * units >= 8 * threads;
-    if (even && rounds(units) * splits <= rounds(splits) * units) best = of_unit;
+    if (even && rounds(units) * splits <= rounds(splits) * units) return units;
   }
-  return best;
+  return splits;
 }
 
 /// A pass over all splits of all heads, and one that sums what they left in buffers.

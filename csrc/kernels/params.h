@@ -124,12 +124,12 @@ struct BackwardParams {
   Operand<T> grad_query;
   Operand<T> grad_key;
   Operand<T> grad_value;
-  // The keys are cut into `splits` ranges. A unit of work takes splits_of_unit of them, a power of
-  // two, one after the other; if a head has several units, each leaves its share of grad_query in
+  // The keys are cut into `splits` ranges, which are shared out to `units` units of work: 1, 2, 4
+  // or one for each. If a head has several units, each leaves its share of grad_query in
   // partial_grad_query, [head in this wave][unit][row tile][D][row]. Shares are summed two and two,
-  // in the same order for any splits_of_unit.
+  // in the same order for any number of units.
   int64_t splits;
-  int64_t splits_of_unit = 1;
+  int64_t units;
   T* partial_grad_query;  // nullptr when a head is one unit
   // Each row's share of the gradient of its head's slope, [split][B][Hq][M], or nullptr.
   T* slope_gradient_of_rows;

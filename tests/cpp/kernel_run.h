@@ -337,7 +337,7 @@ class KernelRun {
     backward.lse = lse_.data();
     backward.lse_rest = lse_rest_.data();
     results_go_to(backward, dq_, dk_, dv_);
-    backward.splits = splits;
+    backward.splits = backward.units = splits;
     const BackwardKernels<T>& of_splits = backward_after(&kernels_, kernels_, p);
     run_backward(of_splits, backward);
     if (&of_splits == &kernels_) run_backward_in_longer_units(kernels_, backward, dq_, dk_, dv_);
@@ -351,8 +351,7 @@ class KernelRun {
     const auto partial =
         memory(s_.kv_heads * kernels.partial_grad_query_size(backward) * sizeof(T));
     backward.partial_grad_query = static_cast<T*>(partial.get());
-    const int64_t units = (backward.splits + backward.splits_of_unit - 1) / backward.splits_of_unit;
-    run_splits(backward, units, kernels.backward_row_tiles(backward.problem),
+    run_splits(backward, backward.units, kernels.backward_row_tiles(backward.problem),
                kernels.backward_scratch_bytes(backward), kernels.backward, kernels.sum_grad_query);
   }
 
@@ -361,9 +360,9 @@ class KernelRun {
   void run_backward_in_longer_units(const BackwardKernels<T>& kernels, BackwardParams<T> backward,
                                     std::vector<Stored>& dq, std::vector<Stored>& dk,
                                     std::vector<Stored>& dv) {
-    for (const int64_t of_unit : {2, 4}) {
-      if (backward.splits <= of_unit / 2) continue;
-      backward.splits_of_unit = of_unit;
+    for (const int64_t units : {1, 2, 4}) {
+      if (units >= backward.splits) continue;
+      backward.units = units;
       std::vector<Stored> before[3];
       int i = 0;
       for (auto* x : {&dq, &dk, &dv}) {
@@ -479,7 +478,7 @@ class KernelRun {
     const BackwardKernels<T>& of_splits =
         backward_after(of_half.forward, kernels, backward.problem);
     run_backward(of_splits, backward);
-    if (of_splits.most_splits_of_unit(backward) > 1) {
+    if (of_splits.least_units(backward) < backward.splits) {
       run_backward_in_longer_units(of_splits, backward, dq, dk, dv);
     }
     widen(dq, dq_);

@@ -78,6 +78,37 @@ TEST(Invariance, NumberOfThreads) {
   at::set_num_threads(before);
 }
 
+/// Blocks of keys are splits then, for several threads if there is one head, for one if there are
+/// several. One that adds to a sum what it would leave by itself must round as often.
+TEST(Invariance, BackwardOfFewKeys) {
+  const int before = at::get_num_threads();
+  for (const int64_t keys : {100, 128, 197, 300, 500, 768}) {
+    for (const auto dtype : {torch::kFloat32, torch::kBFloat16, torch::kFloat64}) {
+      for (const bool is_causal : {false, true}) {
+        const auto of = [&](int64_t rows) { return torch::randn({3, 1, rows, 32}).to(dtype); };
+        const std::vector<Tensor> inputs = {of(keys), of(keys), of(keys), of(keys)};
+        const auto gradients = [&](const at::indexing::Slice& batch) {
+          std::vector<Tensor> x;
+          for (const Tensor& input : inputs) x.push_back(input.index({batch}).requires_grad_());
+          const auto options = qkv::AttentionOptions().is_causal(is_causal);
+          const Tensor out = qkv::attention(x[0], x[1], x[2], options);
+          return Results{torch::autograd::grad({out}, {x[0], x[1], x[2]}, {x[3]})};
+        };
+        at::set_num_threads(1);
+        const Results expected = gradients({});
+        for (const int threads : {1, 2, 3, 16}) {
+          at::set_num_threads(threads);
+          Results of_last = expected;
+          for (Tensor& x : of_last.tensors) x = x.slice(0, 2);
+          EXPECT_TRUE(gradients({2, 3}) == of_last)
+              << keys << " keys, " << dtype << ", " << threads << " threads";
+        }
+      }
+    }
+  }
+  at::set_num_threads(before);
+}
+
 /// Heads of 2, 4 and 8 rows, whose backward has a kernel of its own.
 TEST(Invariance, BackwardOfFewRows) {
   const int before = at::get_num_threads();

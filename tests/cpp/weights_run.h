@@ -190,7 +190,7 @@ class WeightsRun {
     b.grad_lse = minus_delta.data();
     b.lse = lse_.data();
     b.lse_rest = lse_rest_.data();
-    b.splits = splits;
+    b.splits = b.units = splits;
     Rows dq(*this, s_.heads * s_.queries * s_.head_dim),
         dk(*this, s_.kv_heads * s_.keys * s_.head_dim);
     b.grad_query = operand<T>(dq.data(), s_.queries, s_.head_dim);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cpu/backward_splits.inc.h"
 #include "kernels/cpu/backward_tile.inc.h"
 #include "kernels/cpu/gradient_products.inc.h"
 #include "kernels/cpu/isa.h"
@@ -19,44 +20,11 @@
 // five products and no atomics. The parts of splits are added two and two, in a unit and from the
 // buffers alike,
 //
-//     ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
+//     ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)        of seven; units have the two halves, or four pairs
 //
 // so there are the same bits on any number of threads.
 
 namespace qkv::kernels::QKV_ISA {
-
-template <class T>
-inline int64_t backward_blocks(const Problem<T>& problem) {
-  return (problem.keys + kBackwardBlockKeys - 1) / kBackwardBlockKeys;
-}
-
-/// Splits are cut as evenly as whole blocks allow.
-template <class T>
-inline KeyRange keys_of_split(const BackwardParams<T>& params, int64_t split) {
-  const int64_t blocks = backward_blocks(params.problem);
-  const int64_t begin = blocks * split / params.splits * kBackwardBlockKeys;
-  const int64_t end = blocks * (split + 1) / params.splits * kBackwardBlockKeys;
-  return {begin, end < params.problem.keys ? end : params.problem.keys};
-}
-
-template <class T>
-inline int64_t units_of_head(const BackwardParams<T>& params) {
-  return (params.splits + params.splits_of_unit - 1) / params.splits_of_unit;
-}
-
-/// Splits of a unit, counted within its head.
-struct SplitRange {
-  int64_t begin, end;
-};
-template <class T>
-inline SplitRange splits_of_unit(const BackwardParams<T>& params, int64_t unit) {
-  const int64_t begin = unit * params.splits_of_unit, end = begin + params.splits_of_unit;
-  return {begin, end < params.splits ? end : params.splits};
-}
-template <class T>
-inline KeyRange keys_of_splits(const BackwardParams<T>& params, SplitRange splits) {
-  return {keys_of_split(params, splits.begin).begin, keys_of_split(params, splits.end - 1).end};
-}
 
 /// Vectors of rows in a tile: a function of the number of rows alone.
 template <class T>
@@ -75,42 +43,21 @@ inline int64_t backward_row_tiles(const Problem<T>& problem) {
 template <class T>
 inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
   const Problem<T>& p = params.problem;
-  return units_of_head(params) * backward_row_tiles(p) * p.head_dim * backward_vectors(p) *
-         Simd<T>::kWidth;
+  return params.units * backward_row_tiles(p) * p.head_dim * backward_vectors(p) * Simd<T>::kWidth;
 }
 
-constexpr int64_t kMostSplitsOfUnit = 8;
 /// Parts of dQᵀ that a unit has at a time: those of 4 splits, of 2, of 1 and the one before.
 constexpr int64_t kMostPartsOfUnit = 4;
-
-/// A unit of several splits loads the rows of a tile once for all of them and leaves one part of
-/// dQ. But what it reads and writes of its keys should not lie far behind a second-level cache.
-template <class T>
-inline int64_t most_splits_of_unit(const BackwardParams<T>& params) {
-  constexpr int64_t kBytes = int64_t{1} << 20;  // of K and V
-  const Problem<T>& p = params.problem;
-  const int64_t row = (p.head_dim + p.value_dim) * static_cast<int64_t>(sizeof(T));
-  int64_t most = 1;
-  while (most < kMostSplitsOfUnit && most < params.splits &&
-         2 * most * p.keys / params.splits * row <= kBytes) {
-    most *= 2;
-  }
-  return most;
-}
-
-/// Of kernels whose units are splits.
-template <class T>
-inline int64_t one_split(const BackwardParams<T>&) {
-  return 1;
-}
 
 template <class Scores, template <class, int> class Gradients, class T>
 inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   const Problem<T>& p = params.problem;
   const int64_t widths = round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim);
-  const int64_t longest_split =
-      (backward_blocks(p) + params.splits - 1) / params.splits * kBackwardBlockKeys;
-  const int64_t keys = params.splits_of_unit * longest_split;
+  int64_t keys = 0;  // of the longest unit
+  for (int64_t unit = 0; unit < params.units; ++unit) {
+    const KeyRange of_unit = keys_of_splits(params, splits_of_unit(params, unit));
+    if (of_unit.end - of_unit.begin > keys) keys = of_unit.end - of_unit.begin;
+  }
   using Tile = BackwardTile<Scores, kBackwardVectors>;
   using Products = Gradients<Scores, kBackwardVectors>;
   const int64_t numbers = Tile::scratch_numbers(p) + Products::scratch_numbers(p) +
@@ -119,19 +66,20 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
-/// Parts begin .. end of `size` numbers, added up two and two where the first of them lies: part(i)
-/// says where, nullptr if there is none. So may be the sum. added(part) is called for one that was
-/// added to another, which may be used anew.
+/// Parts begin .. end of `size` numbers, added up two and two where the first of them lies:
+/// part(i, sum) says where, nullptr if there is none. So may be the sum. It may also add the part
+/// to `sum`, unless that is nullptr, and return it. added(part) is called for one that was added to
+/// another, which may be used anew.
 template <class T, class Part, class Added>
 inline T* sum_of_parts(int64_t begin, int64_t end, int64_t size, const Part& part,
-                       const Added& added) {
+                       const Added& added, T* before = nullptr) {
   using S = Simd<T>;
-  if (end - begin == 1) return part(begin);
-  int64_t half = 1;
-  while (2 * half < end - begin) half *= 2;
-  T* const sum = sum_of_parts<T>(begin, begin + half, size, part, added);
-  T* const rest = sum_of_parts<T>(begin + half, end, size, part, added);
+  if (end - begin == 1) return part(begin, before);
+  const int64_t half = (begin + end + 1) / 2;
+  T* const sum = sum_of_parts<T>(begin, half, size, part, added);
+  T* const rest = sum_of_parts<T>(half, end, size, part, added, sum);
   if (sum == nullptr || rest == nullptr) return sum == nullptr ? rest : sum;
+  if (rest == sum) return sum;
   for (int64_t x = 0; x < size; x += S::kWidth) {
     S::store(sum + x, S::load(sum + x) + S::load(rest + x));
   }
@@ -144,12 +92,11 @@ inline T* sum_of_parts(int64_t begin, int64_t end, int64_t size, const Part& par
 template <class T, class HasPart>
 inline T* sum_of_units(const BackwardParams<T>& params, int64_t head, int64_t tiles, int64_t t,
                        int64_t size, HasPart has_part) {
-  const int64_t units = units_of_head(params);
-  const auto part = [&](int64_t unit) {
-    T* const of_unit = params.partial_grad_query + ((head * units + unit) * tiles + t) * size;
-    return has_part(unit) ? of_unit : nullptr;
+  const auto part = [&](int64_t unit, T*) {
+    const int64_t of_heads = head * params.units + unit;
+    return has_part(unit) ? params.partial_grad_query + (of_heads * tiles + t) * size : nullptr;
   };
-  return sum_of_parts<T>(0, units, size, part, [](T*) {});
+  return sum_of_parts<T>(0, params.units, size, part, [](T*) {});
 }
 
 /// dQ of a tile from dQᵀ, which may be nullptr if its rows see nothing; `zeros` has room for it.
@@ -180,8 +127,8 @@ class BackwardUnit {
       : params_(params),
         p_(params.problem),
         unit_(unit),
-        head_(first_head + unit / units_of_head(params)),
-        splits_(splits_of_unit(params, unit % units_of_head(params))),
+        head_(first_head + unit / params.units),
+        splits_(splits_of_unit(params, unit % params.units)),
         work_(params, static_cast<T*>(scratch),
               /*whole_tile=*/p_.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
                   params.grad_mask.data != nullptr),
@@ -223,7 +170,7 @@ class BackwardUnit {
 
   void add_tile(int64_t t, int64_t tiles) {
     const int64_t size = p_.head_dim * kRows;
-    const bool is_head = units_of_head(params_) == 1;
+    const bool is_head = params_.units == 1;
     const bool needs_query = params_.grad_query.data != nullptr;
     if (work_.sees(keys_of_splits(params_, splits_))) {
       work_.load_rows();
@@ -235,8 +182,8 @@ class BackwardUnit {
     T* const sum = is_head ? own_parts_ : params_.partial_grad_query + (unit_ * tiles + t) * size;
     T* next = is_head ? own_parts_ + size : own_parts_;
     T* to = sum;
-    const auto part = [&](int64_t split) -> T* {
-      add_split(split, to);
+    const auto part = [&](int64_t split, T* before) -> T* {
+      if (add_split(split, to, before)) return before;
       if (!needs_query || !work_.sees(keys_of_split(params_, split))) return nullptr;
       T* const written = to;
       to = next;
@@ -253,15 +200,16 @@ class BackwardUnit {
     }
   }
 
-  /// dQᵀ of the keys of a split goes to grad_query_t, if they are seen.
-  void add_split(int64_t split, T* grad_query_t) {
+  /// dQᵀ of the keys of a split goes to grad_query_t, if they are seen. Or, where that leaves the
+  /// same bits, it is added to `before`, unless this is nullptr: then the result is true.
+  bool add_split(int64_t split, T* grad_query_t, T* before) {
     const RowTile<kRows>& tile = work_.tile;
     KeySums<T>& of_key = key_sums_[split - splits_.begin];
     KeySums<T>& of_value = value_sums_[split - splits_.begin];
     const bool needs_query = params_.grad_query.data != nullptr;
     alignas(64) T slope_gradient[kRows];
     set_to_zero(slope_gradient, kRows);
-    bool has_grad_query = false;
+    bool has_grad_query = false, is_added = false;
     const KeyRange range = work_.keys_of_rows().intersection(keys_of_split(params_, split));
     const KeyRange of_all = work_.keys_of_all_rows();
     int block;
@@ -283,6 +231,11 @@ class BackwardUnit {
       gradients_.add_to_keys(params_.grad_key.data != nullptr ? &of_key : nullptr,
                              params_.grad_value.data != nullptr ? &of_value : nullptr);
       if (!needs_query) continue;
+      // One product, of all pairs. What has none is 0 by itself, which turns a -0 into 0.
+      if (before != nullptr && n <= range.begin && n + block >= range.end && !partial) {
+        is_added = has_grad_query = true;
+        grad_query_t = before;
+      }
       // Vectors without a row are read where parts are summed, and nowhere else.
       const bool writes_all = !partial && (params_.splits == 1 || tile.rows > kRows - S::kWidth);
       if (!has_grad_query && !writes_all) {
@@ -299,6 +252,7 @@ class BackwardUnit {
       T* of_rows = params_.slope_gradient_of_rows + split * p_.batch * p_.query_heads * p_.queries;
       for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p_, r)] = slope_gradient[r];
     }
+    return is_added;
   }
 
   /// How many keys a block takes from n on: up to where those begin or end that all rows see, if
@@ -340,7 +294,7 @@ class BackwardUnit {
   Work work_;
   Gradients gradients_;
   T* own_parts_;  // of dQᵀ of a tile, [kMostPartsOfUnit][D][rows]
-  KeySums<T> key_sums_[kMostSplitsOfUnit], value_sums_[kMostSplitsOfUnit];
+  KeySums<T> key_sums_[kMostSplits], value_sums_[kMostSplits];
   T* copies_of_keys_;
 };
 
@@ -403,7 +357,8 @@ template <class Scores, template <class, int> class Gradients = GradientProducts
           class T = typename Scores::Number>
 constexpr BackwardKernels<T> make_backward_kernels() {
   return {backward_row_tiles<T>,
-          most_splits_of_unit<T>,
+          backward_splits<T>,
+          least_units<T>,
           backward_scratch_bytes<Scores, Gradients, T>,
           partial_grad_query_size<T>,
           attention_backward<Scores, Gradients, T>,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/band.h"
+#include "kernels/cpu/backward_splits.inc.h"
 #include "kernels/cpu/dropout_tile.inc.h"
 #include "kernels/cpu/mask_tile.inc.h"
 #include "kernels/cpu/math.inc.h"
@@ -20,8 +21,6 @@
 //     dS keys [ ............ ]   over dP
 
 namespace qkv::kernels::QKV_ISA {
-
-constexpr int kBackwardBlockKeys = 96;
 
 template <class T, int kVectors>
 struct BackwardRows {

@@ -449,7 +449,8 @@ inline void mask_gradient_of_few_rows(const BackwardParams<T>& params, int64_t u
 template <class OfForward, class T = typename OfForward::Real>
 constexpr BackwardKernels<T> make_few_rows_backward_kernels() {
   return {one_unit<T>,
-          one_split<T>,
+          long_splits<T>,
+          units_of_one_split<T>,
           few_rows_backward_scratch_bytes<OfForward, T>,
           few_rows_partial_grad_query_size<T>,
           few_rows_backward<OfForward, T>,

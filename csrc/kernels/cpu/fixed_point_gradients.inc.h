@@ -229,8 +229,11 @@ class FixedPointGradients : FixedPoint {
             gradients_in_lanes_ + r, kRows,
             [](int64_t, int) __attribute__((always_inline)) { return Pairs::zero(); },
             each_vector([=](int64_t d, int v, Pairs::Number x) __attribute__((always_inline)) {
-              add_product<kAdds>(sums.first + d * sums.row + v * kWidth, x,
-                                 S::load(steps + v * kWidth), S::set(of_columns[d]));
+              // Rounded before it is added, as a part that is summed up by itself.
+              const auto product = rounded_product(of_numbers(x, S::set(of_columns[d])),
+                                                   S::load(steps + v * kWidth));
+              float* to = sums.first + d * sums.row + v * kWidth;
+              S::store(to, kAdds ? S::load(to) + product : product);
             }));
       });
     });
@@ -245,8 +248,8 @@ class FixedPointGradients : FixedPoint {
     alignas(64) float step[kBackwardBlockKeys];
   };
 
-  /// Blocks of keys that are kept as integers for all tiles: those that begin at a multiple of
-  /// their size. Others take turns at the last place.
+  /// Blocks of keys that are kept as integers for all tiles: those that begin where blocks of the
+  /// head do. Others take turns at the last place.
   struct Header {
     int32_t keys;  // 0: none yet
     bool is_fixed;
@@ -270,9 +273,9 @@ class FixedPointGradients : FixedPoint {
 
   /// Of the block. Returns whether it is fixed.
   bool load_key() {
-    const bool stays = first_key_ % kBackwardBlockKeys == 0;
-    const int64_t block = stays ? first_key_ / kBackwardBlockKeys - keys_.begin / kBackwardBlockKeys
-                                : most_blocks(keys_.end - keys_.begin) - 1;
+    const int64_t of_head = block_of_key(p_, first_key_), of_unit = block_of_key(p_, keys_.begin);
+    const bool stays = begin_of_block(p_, of_head) == first_key_;
+    const int64_t block = stays ? of_head - of_unit : most_blocks(keys_.end - keys_.begin) - 1;
     Header& header = header_of(block);
     key_ = FixedPointMatrix(p_.head_dim, blocks_ + block * numbers_of_block(p_) + kWidth);
     if (!stays || header.keys != count_) {
@@ -404,17 +407,17 @@ class FixedPointGradients : FixedPoint {
             matrix.pairs + d, matrix.row,
             [](int64_t, int) __attribute__((always_inline)) { return Pairs::zero(); },
             each_vector([=](int64_t n, int v, Pairs::Number x) __attribute__((always_inline)) {
-              add_product<kAdds>(columns.first + n * columns.row + v * kWidth, x, S::set(steps[n]),
-                                 S::load(of_columns + v * kWidth));
+              const auto product = of_numbers(x, S::load(of_columns + v * kWidth));
+              float* to = columns.first + n * columns.row + v * kWidth;
+              const auto step = S::set(steps[n]);
+              S::store(to, kAdds ? S::fma(product, step, S::load(to)) : product * step);
             }));
       });
     });
   }
 
-  template <bool kAdds>
-  static QKV_INLINE void add_product(float* to, Pairs::Number sum, __m512 step, __m512 of_column) {
-    const auto x = __builtin_convertvector(sum, __m512) * of_column;
-    S::store(to, kAdds ? S::fma(x, step, S::load(to)) : x * step);
+  static QKV_INLINE __m512 of_numbers(Pairs::Number sum, __m512 of_column) {
+    return __builtin_convertvector(sum, __m512) * of_column;
   }
 
   const Work& work_;

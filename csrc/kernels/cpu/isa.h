@@ -46,7 +46,8 @@ struct ForwardKernels {
 template <class T>
 struct BackwardKernels {
   int64_t (*backward_row_tiles)(const Problem<T>&);
-  int64_t (*most_splits_of_unit)(const BackwardParams<T>&);  // that are worth it
+  int64_t (*splits)(const Problem<T>&);              // of a head
+  int64_t (*least_units)(const BackwardParams<T>&);  // of a head that are worth it
   int64_t (*backward_scratch_bytes)(const BackwardParams<T>&);
   int64_t (*partial_grad_query_size)(const BackwardParams<T>&);
   void (*backward)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);

@@ -1,0 +1,109 @@
+#pragma once
+
+#include "kernels/band.h"
+
+// How a backward cuts the keys of a head: into blocks, which are multiplied at a time, "splits" of
+// whole blocks, and units of work, which have one split or several. Blocks and splits are functions
+// of sizes alone: the bits of gradients depend on them.
+//
+//     keys    |                  |                  |                  |      ..
+//     blocks  |      |      |    |      |      |    |
+//     splits  |           0      |         1        |        2         |
+//     units   |                 0                   |                 1
+
+namespace qkv::kernels::QKV_ISA {
+
+constexpr int kBackwardBlockKeys = 96;
+constexpr int64_t kMostSplits = 8;
+
+template <class T>
+inline int64_t backward_blocks(const Problem<T>& problem) {
+  return (problem.keys + kBackwardBlockKeys - 1) / kBackwardBlockKeys;
+}
+
+inline int64_t splits_of(int64_t wanted) {
+  return wanted < 1 ? 1 : wanted < kMostSplits ? wanted : kMostSplits;
+}
+
+inline int64_t sixteens(int64_t keys) { return (keys + 15) / 16; }
+
+/// Few blocks are as long as each other, to within 16 keys: so are splits, then. Under a causal mask
+/// they are not: of whole blocks and whole tiles of rows, fewer meet at the diagonal.
+template <class T>
+inline bool has_even_blocks(const Problem<T>& problem) {
+  return problem.band.left < 0 && problem.band.right < 0 && backward_blocks(problem) <= kMostSplits;
+}
+
+/// Where block `block` of a head begins.
+template <class T>
+inline int64_t begin_of_block(const Problem<T>& problem, int64_t block) {
+  if (block == 0 || !has_even_blocks(problem)) return block * kBackwardBlockKeys;
+  return sixteens(problem.keys) * block / backward_blocks(problem) * 16;
+}
+
+/// The block that begins with `key`, if one does.
+template <class T>
+inline int64_t block_of_key(const Problem<T>& problem, int64_t key) {
+  if (!has_even_blocks(problem)) return key / kBackwardBlockKeys;
+  const int64_t all = sixteens(problem.keys);
+  return (sixteens(key) * backward_blocks(problem) + all - 1) / all;
+}
+
+/// A split is one block of those; else, like as not a part of it is masked, and to sum it by itself
+/// is worth the while for two of them.
+template <class T>
+inline int64_t backward_splits(const Problem<T>& problem) {
+  const int64_t blocks = backward_blocks(problem);
+  return splits_of(has_even_blocks(problem) ? blocks : (blocks + 1) / 2);
+}
+
+/// Of kernels that pack all rows for each split, or have few of them: splits are long.
+template <class T>
+inline int64_t long_splits(const Problem<T>& problem) {
+  return splits_of(problem.keys / 512);
+}
+
+/// Splits are cut as evenly as whole blocks allow.
+template <class T>
+inline KeyRange keys_of_split(const BackwardParams<T>& params, int64_t split) {
+  const int64_t blocks = backward_blocks(params.problem);
+  const int64_t begin = begin_of_block(params.problem, blocks * split / params.splits);
+  const int64_t end = begin_of_block(params.problem, blocks * (split + 1) / params.splits);
+  return {begin, end < params.problem.keys ? end : params.problem.keys};
+}
+
+/// Splits of a unit, counted within its head.
+struct SplitRange {
+  int64_t begin, end;
+};
+template <class T>
+inline SplitRange splits_of_unit(const BackwardParams<T>& params, int64_t unit) {
+  const auto begin = [&](int64_t u) { return (params.splits * u + params.units - 1) / params.units; };
+  return {begin(unit), begin(unit + 1)};
+}
+template <class T>
+inline KeyRange keys_of_splits(const BackwardParams<T>& params, SplitRange splits) {
+  return {keys_of_split(params, splits.begin).begin, keys_of_split(params, splits.end - 1).end};
+}
+
+/// A unit of several splits loads the rows of a tile once for all of them and leaves one part of
+/// dQ. But what it reads and writes of its keys should not lie far behind a second-level cache.
+template <class T>
+inline int64_t least_units(const BackwardParams<T>& params) {
+  constexpr int64_t kBytes = int64_t{1} << 20, kKeys = 512;  // of K and V, or no more of them
+  const Problem<T>& p = params.problem;
+  const int64_t row = (p.head_dim + p.value_dim) * static_cast<int64_t>(sizeof(T));
+  int64_t units = 1;
+  while (units < params.splits && p.keys > kKeys * units && p.keys * row > kBytes * units) {
+    units *= 2;
+  }
+  return units < params.splits ? units : params.splits;
+}
+
+/// Of kernels whose units are splits.
+template <class T>
+inline int64_t units_of_one_split(const BackwardParams<T>& params) {
+  return params.splits;
+}
+
+}  // namespace qkv::kernels::QKV_ISA
