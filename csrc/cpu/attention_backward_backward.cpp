@@ -97,7 +97,7 @@ void run_backward_backward(const Tensors& t, Workspace& workspace) {
   backward.splits = backward.units = 1;  // of the keys
   // Of sizes of a head alone, as the bits depend on it. Not more: each has a buffer for gradients
   // of all keys and values.
-  params.splits = std::clamp<int64_t>(p.query_heads / p.kv_heads * p.queries / 512, 1, 4);
+  params.splits = std::clamp<int64_t>(p.query_heads / p.kv_heads * p.queries / 256, 1, 4);
   const auto prepared = prepare_heads(
       p, tangents.second_order_prepared_bytes(params),
       [&](int64_t head, void* to) { tangents.prepare_second_order(params, head, to); });

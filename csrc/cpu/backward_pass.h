@@ -53,7 +53,7 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
   }
   const kernels::BackwardParams<T> for_mask = backward;
   const int64_t least = of_splits.least_units(backward);
-  if (needs[3]) {
+  if (needs[3] && splits_may_add_to_mask(backward, Split::kKeys, backward.splits)) {
     // The more units, the more threads can add to the mask's gradient; but each packs the rows.
     backward.units = least;
     const auto is_good = [&](int64_t units) {

@@ -43,7 +43,7 @@ enum class Split { kKeys, kRows };
 
 inline bool sees_all(const kernels::Band& band) { return band.left < 0 && band.right < 0; }
 
-/// Units of a head, or rounds in which threads work on units.
+/// How many pieces of `of_piece` or, the last one, less.
 inline int64_t pieces(int64_t count, int64_t of_piece) { return (count + of_piece - 1) / of_piece; }
 
 /// How many units of work the splits of a head make, at least `least`: the fewer the better, if

@@ -55,7 +55,7 @@ class Workspace {
   /// At least `bytes` bytes, valid until the next call. Each worker asks for its own, so that
   /// memory is first touched by the thread that uses it.
   void* of_worker(int64_t worker, int64_t bytes) {
-    thread_local KeptMemory kept(4 * kMiB);
+    thread_local KeptMemory kept(8 * kMiB);
     void* const memory = kept.at_least(bytes);
     return memory != nullptr ? memory : of_workers_[worker].at_least(bytes);
   }

@@ -13,7 +13,7 @@
 //     dV += P dO          dK += scale · dS Q            dQ += scale · dSᵀ K
 //                                       (gradient_products.inc.h)
 //
-// The keys of a head are cut into ranges ("splits", their number a function of sizes alone). One
+// The keys of a head are cut into ranges ("splits", functions of sizes and of the band alone). One
 // unit of work is a split, or several side by side where there are units enough for all threads: it
 // owns dK and dV of its keys and walks over all rows that see them. If a head has several units,
 // each leaves its part of dQ in a buffer of its own, and sum_grad_query adds them. So there are
@@ -67,9 +67,9 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
 }
 
 /// Parts begin .. end of `size` numbers, added up two and two where the first of them lies:
-/// part(i, sum) says where, nullptr if there is none. So may be the sum. It may also add the part
-/// to `sum`, unless that is nullptr, and return it. added(part) is called for one that was added to
-/// another, which may be used anew.
+/// part(i, before) says where, nullptr if there is none. So may be the sum. Or it adds the part to
+/// the sum `before` it, unless that is nullptr, and returns that. added(part) is called for one
+/// that was added to another, which may be used anew.
 template <class T, class Part, class Added>
 inline T* sum_of_parts(int64_t begin, int64_t end, int64_t size, const Part& part,
                        const Added& added, T* before = nullptr) {

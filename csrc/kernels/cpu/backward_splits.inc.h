@@ -4,12 +4,11 @@
 
 // How a backward cuts the keys of a head: into blocks, which are multiplied at a time, "splits" of
 // whole blocks, and units of work, which have one split or several. Blocks and splits are functions
-// of sizes alone: the bits of gradients depend on them.
+// of sizes and of the band alone: the bits of gradients depend on them.
 //
-//     keys    |                  |                  |                  |      ..
-//     blocks  |      |      |    |      |      |    |
-//     splits  |           0      |         1        |        2         |
-//     units   |                 0                   |                 1
+//     blocks  |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  8  |  9  |    ten of up to 96 keys
+//     splits  |  0  |  1  |  2  |     3     |  4  |  5  |  6  |     7     |
+//     units   |              0              |              1              |
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -21,14 +20,14 @@ inline int64_t backward_blocks(const Problem<T>& problem) {
   return (problem.keys + kBackwardBlockKeys - 1) / kBackwardBlockKeys;
 }
 
-inline int64_t splits_of(int64_t wanted) {
+inline int64_t possible_splits(int64_t wanted) {
   return wanted < 1 ? 1 : wanted < kMostSplits ? wanted : kMostSplits;
 }
 
 inline int64_t sixteens(int64_t keys) { return (keys + 15) / 16; }
 
-/// Few blocks are as long as each other, to within 16 keys: so are splits, then. Under a causal mask
-/// they are not: of whole blocks and whole tiles of rows, fewer meet at the diagonal.
+/// Up to 8 blocks are as long as each other, to within 16 keys: so are splits, then. Under a causal
+/// mask or a window they are not: of whole blocks and whole tiles of rows, fewer meet at its edge.
 template <class T>
 inline bool has_even_blocks(const Problem<T>& problem) {
   return problem.band.left < 0 && problem.band.right < 0 && backward_blocks(problem) <= kMostSplits;
@@ -49,18 +48,18 @@ inline int64_t block_of_key(const Problem<T>& problem, int64_t key) {
   return (sixteens(key) * backward_blocks(problem) + all - 1) / all;
 }
 
-/// A split is one block of those; else, like as not a part of it is masked, and to sum it by itself
-/// is worth the while for two of them.
+/// A split is one even block. Else it is two, or more: where the band's edge cuts a block, its part
+/// of dQ is summed by itself, and that costs more than with the block before it.
 template <class T>
 inline int64_t backward_splits(const Problem<T>& problem) {
   const int64_t blocks = backward_blocks(problem);
-  return splits_of(has_even_blocks(problem) ? blocks : (blocks + 1) / 2);
+  return possible_splits(has_even_blocks(problem) ? blocks : (blocks + 1) / 2);
 }
 
 /// Of kernels that pack all rows for each split, or have few of them: splits are long.
 template <class T>
 inline int64_t long_splits(const Problem<T>& problem) {
-  return splits_of(problem.keys / 512);
+  return possible_splits(problem.keys / 512);
 }
 
 /// Splits are cut as evenly as whole blocks allow.
@@ -78,7 +77,9 @@ struct SplitRange {
 };
 template <class T>
 inline SplitRange splits_of_unit(const BackwardParams<T>& params, int64_t unit) {
-  const auto begin = [&](int64_t u) { return (params.splits * u + params.units - 1) / params.units; };
+  const auto begin = [&](int64_t u) {
+    return (params.splits * u + params.units - 1) / params.units;
+  };
   return {begin(unit), begin(unit + 1)};
 }
 template <class T>
@@ -87,10 +88,11 @@ inline KeyRange keys_of_splits(const BackwardParams<T>& params, SplitRange split
 }
 
 /// A unit of several splits loads the rows of a tile once for all of them and leaves one part of
-/// dQ. But what it reads and writes of its keys should not lie far behind a second-level cache.
+/// dQ. But what it reads and writes of more than 512 keys should not lie far behind a second-level
+/// cache.
 template <class T>
 inline int64_t least_units(const BackwardParams<T>& params) {
-  constexpr int64_t kBytes = int64_t{1} << 20, kKeys = 512;  // of K and V, or no more of them
+  constexpr int64_t kBytes = int64_t{1} << 20, kKeys = 512;  // of K and V
   const Problem<T>& p = params.problem;
   const int64_t row = (p.head_dim + p.value_dim) * static_cast<int64_t>(sizeof(T));
   int64_t units = 1;
