@@ -231,7 +231,7 @@ class BackwardUnit {
       gradients_.add_to_keys(params_.grad_key.data != nullptr ? &of_key : nullptr,
                              params_.grad_value.data != nullptr ? &of_value : nullptr);
       if (!needs_query) continue;
-      // One product, of all pairs. What has none is 0 by itself, which turns a -0 into 0.
+      // One product, of all pairs: where a part by itself has none, its 0 turns a -0 into 0.
       if (before != nullptr && n <= range.begin && n + block >= range.end && !partial) {
         is_added = has_grad_query = true;
         grad_query_t = before;

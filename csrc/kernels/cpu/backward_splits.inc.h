@@ -6,9 +6,10 @@
 // whole blocks, and units of work, which have one split or several. Blocks and splits are functions
 // of sizes and of the band alone: the bits of gradients depend on them.
 //
-//     blocks  |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |  8  |  9  |    ten of up to 96 keys
-//     splits  |  0  |  1  |  2  |     3     |  4  |  5  |  6  |     7     |
-//     units   |              0              |              1              |
+//     512 keys                                        under a causal mask
+//     blocks  |  0  |  1  |  2  |  3  |  4  |  5  |    |  0  |  1  |  2  |  3  |  4  |  5  |
+//     splits  |  0  |  1  |  2  |  3  |  4  |  5  |    |     0     |     1     |     2     |
+//     units   |        0        |        1        |    |           0           |     1     |
 
 namespace qkv::kernels::QKV_ISA {
 
