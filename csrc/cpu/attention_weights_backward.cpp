@@ -22,7 +22,6 @@ template <class T>
 void run_weights_backward(const Operands& x, const Tensor& grad_weights, const Tensor& lse,
                           const Tensor& lse_rest, const Gradients& grads, const Needs& needs) {
   const Tensor minus_delta = at::empty_like(lse);
-  kernels::WeightsParams<T> weights{};
   kernels::BackwardParams<T> backward{};
   BatchDimensions batch(x.query.sizes().slice(0, x.query.dim() - 3));
   describe(backward.problem, x, batch);
@@ -34,12 +33,16 @@ void run_weights_backward(const Operands& x, const Tensor& grad_weights, const T
   backward.lse = static_cast<const T*>(lse.const_data_ptr());
   backward.lse_rest = static_cast<const T*>(lse_rest.const_data_ptr());
 
-  weights.forward.problem = backward.problem;
-  weights.grad = backward.grad_weights;
-  weights.dots = static_cast<T*>(minus_delta.data_ptr());
-  weights_pass(weights);
-  minus_delta.neg_();
-  backward.grad_lse = weights.dots;
+  backward.minus_dots = static_cast<T*>(minus_delta.data_ptr());
+  backward.grad_lse = backward.minus_dots;
+  if (backward_kernels_of_rows_for(backward.problem).score_gradients == nullptr) {
+    kernels::WeightsParams<T> weights{};
+    weights.forward.problem = backward.problem;
+    weights.grad = backward.grad_weights;
+    weights.dots = backward.minus_dots;
+    weights_pass(weights);
+    minus_delta.neg_();
+  }
   backward_pass(backward, x, grads, needs);
 }
 

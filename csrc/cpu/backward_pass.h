@@ -35,8 +35,7 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
   const kernels::Problem<T>& p = backward.problem;
   const auto& kernels = kernels_for(p);
   const kernels::BackwardKernels<T>* of_few_rows = few_rows_backward_for(p);
-  const kernels::BackwardKernels<T>& of_splits =
-      of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(p);
+  const kernels::BackwardKernels<T>& of_splits = backward_kernels_of_rows_for(p);
   backward.splits = of_splits.splits(p);
   const int64_t rows = p.batch * p.query_heads * p.queries;
   const auto slope_gradient = memory_of<T>(needs[4] ? backward.splits * rows : 0);
@@ -52,7 +51,10 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
     lse->set_lse(backward);
   }
   const kernels::BackwardParams<T> for_mask = backward;
-  const int64_t least = of_splits.least_units(backward);
+  const bool of_weights =
+      backward.grad_weights.data != nullptr && of_splits.score_gradients != nullptr;
+  // A unit that has all keys needs no memory for dS of other tiles than its own.
+  const int64_t least = of_weights ? 1 : of_splits.least_units(backward);
   if (needs[3] && splits_may_add_to_mask(backward, Split::kKeys, backward.splits)) {
     // The more units, the more threads can add to the mask's gradient; but each packs the rows.
     backward.units = least;
@@ -67,12 +69,23 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
         best_units_of_head(least, backward.splits, p.batch * p.kv_heads, sees_all(p.band));
   }
   Workspace workspace;
+  const bool needs_splits = needs[0] || needs[1] || needs[2] || needs[4] || sums_rows;
+  c10::DataPtr score_gradients;
+  if (of_weights && (backward.units > 1 || !needs_splits)) {
+    const int64_t heads = p.batch * p.kv_heads;
+    score_gradients = memory_of<T>(needs_splits ? heads * of_splits.score_gradients_size(p) : 0);
+    backward.score_gradients_of_tiles = static_cast<T*>(score_gradients.get());
+    for_each_unit(
+        heads * of_splits.backward_row_tiles(p), of_splits.backward_scratch_bytes(backward),
+        workspace,
+        [&](int64_t unit, void* scratch) { of_splits.score_gradients(backward, unit, scratch); });
+  }
   SplitPass<T, kernels::BackwardParams<T>> splits{};
   splits.what = Split::kKeys;
   splits.units = backward.units;
   splits.scratch_bytes = of_splits.backward_scratch_bytes(backward);
   splits.run = of_splits.backward;
-  splits.needed = needs[0] || needs[1] || needs[2] || needs[4] || sums_rows;
+  splits.needed = needs_splits;
   splits.add_to_mask = !sums_rows;
   splits.sums = splits.units > 1 && needs[0];
   splits.partial = [](kernels::BackwardParams<T>& x) -> T*& { return x.partial_grad_query; };

@@ -143,6 +143,11 @@ struct BackwardParams {
   // On a CPU: gradients of the weights themselves, (B, Hq, M, N), where values have no columns, or
   // data == nullptr. Stored as the operands.
   Operand<const T> grad_weights;
+  // With those: -<grad_weights, weights> of each row, (B, Hq, M), dense, which is grad_lse; and dS
+  // of all tiles of rows, [B][Hkv][row tile][key][row], or nullptr if units make it for one tile
+  // after the other.
+  T* minus_dots;
+  T* score_gradients_of_tiles;
 };
 
 /// The gradients of alibi_slopes and sinks before they are summed over the batch, (B, Hq) each.

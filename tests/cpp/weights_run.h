@@ -37,9 +37,14 @@ class WeightsRun {
     weights_ = weights.numbers();
 
     params.grad = operand<const T>(grad_.data(), s_.queries, s_.keys);
-    params.dots = dots_.data();
-    run(forward, params);
-    run_backward(params, splits, forward, backward);
+    const BackwardKernels<T>& of_rows = forward.has_scores_of_derivatives(params.forward.problem)
+                                            ? backward
+                                            : *forward.few_rows_backward;
+    if (of_rows.score_gradients == nullptr) {
+      params.dots = dots_.data();
+      run(forward, params);
+    }
+    run_backward(params, splits, of_rows);
   }
 
   WeightsErrors errors(double rounding = 0.0) const {
@@ -181,13 +186,13 @@ class WeightsRun {
   }
 
   void run_backward(const WeightsParams<T>& params, int64_t splits,
-                    const ForwardKernels<T>& forward, const BackwardKernels<T>& of_tiles) {
+                    const BackwardKernels<T>& kernels) {
     BackwardParams<T> b{};
     b.problem = params.forward.problem;
     b.grad_weights = params.grad;
     std::vector<T> minus_delta = dots_;
     for (T& x : minus_delta) x = -x;
-    b.grad_lse = minus_delta.data();
+    b.grad_lse = b.minus_dots = minus_delta.data();
     b.lse = lse_.data();
     b.lse_rest = lse_rest_.data();
     b.splits = b.units = splits;
@@ -195,15 +200,25 @@ class WeightsRun {
         dk(*this, s_.kv_heads * s_.keys * s_.head_dim);
     b.grad_query = operand<T>(dq.data(), s_.queries, s_.head_dim);
     b.grad_key = operand<T>(dk.data(), s_.keys, s_.head_dim);
-    const BackwardKernels<T>& kernels =
-        forward.has_scores_of_derivatives(b.problem) ? of_tiles : *forward.few_rows_backward;
     const auto partial = memory(s_.kv_heads * kernels.partial_grad_query_size(b) * sizeof(T));
     b.partial_grad_query = static_cast<T*>(partial.get());
     const auto scratch = memory(kernels.backward_scratch_bytes(b));
+    const int64_t tiles = kernels.backward_row_tiles(b.problem);
+    std::unique_ptr<void, Unmap> score_gradients;
+    if (splits > 1 && kernels.score_gradients != nullptr) {
+      score_gradients =
+          memory(s_.kv_heads * kernels.score_gradients_size(b.problem) * sizeof(T));
+      b.score_gradients_of_tiles = static_cast<T*>(score_gradients.get());
+      for (int64_t unit = 0; unit < s_.kv_heads * tiles; ++unit) {
+        kernels.score_gradients(b, unit, scratch.get());
+      }
+    }
     for (int64_t unit = 0; unit < s_.kv_heads * splits; ++unit) {
       kernels.backward(b, 0, unit, scratch.get());
     }
-    const int64_t tiles = kernels.backward_row_tiles(b.problem);
+    if (kernels.score_gradients != nullptr) {
+      for (size_t row = 0; row < dots_.size(); ++row) dots_[row] = -minus_delta[row];
+    }
     for (int64_t unit = 0; splits > 1 && unit < s_.kv_heads * tiles; ++unit) {
       kernels.sum_grad_query(b, 0, unit, scratch.get());
     }

@@ -464,7 +464,8 @@ inline void amx_mask_gradient(const BackwardParams<float>& params, int64_t unit,
 constexpr HalfBackwardKernels make_amx_backward_kernels() {
   return {{amx_backward_row_tiles, long_splits<float>, units_of_one_split<float>,
            amx_backward_scratch_bytes, amx_partial_grad_query_size, amx_backward,
-           amx_sum_grad_query, amx_backward_scratch_bytes, amx_mask_gradient},
+           amx_sum_grad_query, /*score_gradients_size=*/nullptr, /*score_gradients=*/nullptr,
+           amx_backward_scratch_bytes, amx_mask_gradient},
           amx_backward_takes};
 }
 

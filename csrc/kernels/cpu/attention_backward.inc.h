@@ -6,6 +6,7 @@
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/key_sums.inc.h"
 #include "kernels/cpu/mask_gradient.inc.h"
+#include "kernels/cpu/weights_backward.inc.h"
 
 // Backward attention (FlashAttention-2, arXiv:2307.08691, algorithm 2), five products a tile:
 //
@@ -25,19 +26,6 @@
 // so there are the same bits on any number of threads.
 
 namespace qkv::kernels::QKV_ISA {
-
-/// Vectors of rows in a tile: a function of the number of rows alone.
-template <class T>
-inline int backward_vectors(const Problem<T>& problem) {
-  const int64_t vectors = round_up_to_vector<T>(rows_of_kv_head(problem)) / Simd<T>::kWidth;
-  return vectors <= 3 ? static_cast<int>(vectors) : kBackwardVectors;
-}
-
-template <class T>
-inline int64_t backward_row_tiles(const Problem<T>& problem) {
-  const int64_t rows_of_tile = backward_vectors(problem) * Simd<T>::kWidth;
-  return (rows_of_kv_head(problem) + rows_of_tile - 1) / rows_of_tile;
-}
 
 /// How many numbers partial_grad_query takes for one key/value head: [unit][row tile][D][rows].
 template <class T>
@@ -61,6 +49,7 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   using Tile = BackwardTile<Scores, kBackwardVectors>;
   using Products = Gradients<Scores, kBackwardVectors>;
   const int64_t numbers = Tile::scratch_numbers(p) + Products::scratch_numbers(p) +
+                          own_score_gradients_size(params) +
                           kMostPartsOfUnit * p.head_dim * Tile::kRows + widths * keys +
                           Tile::numbers_of_copies(p, keys) + Products::numbers_of_keys(p, keys);
   return numbers * static_cast<int64_t>(sizeof(T));
@@ -129,11 +118,10 @@ class BackwardUnit {
         unit_(unit),
         head_(first_head + unit / params.units),
         splits_(splits_of_unit(params, unit % params.units)),
-        work_(params, static_cast<T*>(scratch),
-              /*whole_tile=*/p_.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
-                  params.grad_mask.data != nullptr),
+        work_(params, static_cast<T*>(scratch), needs_whole_tile(params)),
         gradients_(work_, work_.end_of_scratch) {
-    own_parts_ = work_.end_of_scratch + Gradients::scratch_numbers(p_);
+    own_score_gradients_ = work_.end_of_scratch + Gradients::scratch_numbers(p_);
+    own_parts_ = own_score_gradients_ + own_score_gradients_size(params);
     T* own = own_parts_ + kMostPartsOfUnit * p_.head_dim * kRows;
     for (int64_t split = splits_.begin; split < splits_.end; ++split) {
       const KeyRange keys = keys_of_split(params, split);
@@ -178,6 +166,13 @@ class BackwardUnit {
     }
     work_.ahead.begin_tile(params_, work_.tile, t + 1 < tiles ? &next_tile_ : nullptr,
                            is_head && needs_query);
+    if (params_.grad_weights.data != nullptr) {
+      if (params_.score_gradients_of_tiles == nullptr) {
+        make_score_gradients(work_, own_score_gradients_);
+      } else {
+        work_.score_gradients = score_gradients_of_tile(params_, head_ * tiles + t);
+      }
+    }
     // The first part is where the sum is to be, others lie one after the other.
     T* const sum = is_head ? own_parts_ : params_.partial_grad_query + (unit_ * tiles + t) * size;
     T* next = is_head ? own_parts_ + size : own_parts_;
@@ -211,13 +206,10 @@ class BackwardUnit {
     set_to_zero(slope_gradient, kRows);
     bool has_grad_query = false, is_added = false;
     const KeyRange range = work_.keys_of_rows().intersection(keys_of_split(params_, split));
-    const KeyRange of_all = work_.keys_of_all_rows();
-    int block;
-    for (int64_t n = first_of_eight(range.begin); n < range.end; n += block) {
-      block = keys_of_block(n, range.end, of_all);
+    for_each_block(range, work_.keys_of_all_rows(), [&](int64_t n, int block) {
       fetch_keys(n + block, split);
       const TileState state = work_.load_block(n, block);
-      if (state == TileState::kEmpty) continue;
+      if (state == TileState::kEmpty) return;
       const bool partial = state == TileState::kPartial;
       if (params_.grad_mask.data != nullptr) {
         add_to_mask<kRows>(work_.ds_tile, tile, params_.grad_mask, n, block);
@@ -230,7 +222,7 @@ class BackwardUnit {
       gradients_.load_block(n, block, partial);
       gradients_.add_to_keys(params_.grad_key.data != nullptr ? &of_key : nullptr,
                              params_.grad_value.data != nullptr ? &of_value : nullptr);
-      if (!needs_query) continue;
+      if (!needs_query) return;
       // One product, of all pairs: where a part by itself has none, its 0 turns a -0 into 0.
       if (before != nullptr && n <= range.begin && n + block >= range.end && !partial) {
         is_added = has_grad_query = true;
@@ -244,7 +236,7 @@ class BackwardUnit {
       }
       gradients_.add_to_rows(Sums<T>{grad_query_t, kRows, has_grad_query});
       has_grad_query = true;
-    }
+    });
     if (needs_query && !range.empty() && !has_grad_query) {
       set_to_zero(grad_query_t, p_.head_dim * kRows);
     }
@@ -253,18 +245,6 @@ class BackwardUnit {
       for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p_, r)] = slope_gradient[r];
     }
     return is_added;
-  }
-
-  /// How many keys a block takes from n on: up to where those begin or end that all rows see, if
-  /// these are worth a block of their own, as whole blocks take less work for each pair.
-  static int keys_of_block(int64_t n, int64_t end, KeyRange of_all) {
-    constexpr int64_t kLeast = kBackwardBlockKeys / 3;
-    if (n + kBackwardBlockKeys < end) end = n + kBackwardBlockKeys;
-    const int64_t end_of_all = of_all.end < end ? first_of_eight(of_all.end) : end;
-    const auto whole =
-        KeyRange{n, end}.intersection({first_of_eight(of_all.begin + 7), end_of_all});
-    if (whole.end - whole.begin < kLeast) return static_cast<int>(end - n);
-    return static_cast<int>((whole.begin > n ? whole.begin : whole.end) - n);
   }
 
   /// Of the block of keys from `begin` on, of this split or the next: those that are new are
@@ -293,7 +273,8 @@ class BackwardUnit {
   int64_t end_of_fetched_ = 0;  // keys
   Work work_;
   Gradients gradients_;
-  T* own_parts_;  // of dQᵀ of a tile, [kMostPartsOfUnit][D][rows]
+  T* own_score_gradients_;  // of weights, of a tile
+  T* own_parts_;            // of dQᵀ of a tile, [kMostPartsOfUnit][D][rows]
   KeySums<T> key_sums_[kMostSplits], value_sums_[kMostSplits];
   T* copies_of_keys_;
 };
@@ -314,21 +295,6 @@ inline void sum_tile(const BackwardParams<T>& params, int64_t first_head, int64_
   };
   const T* sum = sum_of_units(params, head, tiles, t, p.head_dim * kRows, has_part);
   unpack_grad_query(params, tile, sum, static_cast<T*>(scratch));
-}
-
-/// Calls f with the number of vectors in a tile of this problem.
-template <class T, class F>
-inline void with_backward_vectors(const Problem<T>& problem, F f) {
-  switch (backward_vectors(problem)) {
-    case 1:
-      return f(Constant<1>{});
-    case 2:
-      return f(Constant<2>{});
-    case 3:
-      return f(Constant<3>{});
-    default:
-      return f(Constant<kBackwardVectors>{});
-  }
 }
 
 /// Units count those of first_head, then of the next head; partial_grad_query begins with
@@ -363,6 +329,8 @@ constexpr BackwardKernels<T> make_backward_kernels() {
           partial_grad_query_size<T>,
           attention_backward<Scores, Gradients, T>,
           sum_grad_query<T>,
+          score_gradients_size<T>,
+          score_gradients<Scores, T>,
           mask_gradient_scratch_bytes<Scores, T>,
           mask_gradient<Scores, T>};
 }

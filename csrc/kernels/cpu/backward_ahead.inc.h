@@ -4,7 +4,7 @@
 
 // What a backward is about to touch for the first time, fetched while products are computed: what
 // the next tile of rows reads, where this one's dQ goes, and keys that no tile has taken in yet,
-// with their values and where the gradients of both are summed.
+// with their values and where the gradients of both are summed. Of weights: what came for them.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -36,6 +36,16 @@ class BackwardAhead {
     }
   }
 
+  /// While weights of a tile are made: what came for those of the next keys.
+  template <class T, int kRows>
+  void begin_weights(const BackwardParams<T>& params, const RowTile<kRows>& tile, KeyRange keys) {
+    if (keys.empty()) return;
+    of_weights_ = LinesAhead<NextRowsOfTile, 2>(
+        next_rows_of_tile(tile, params.grad_weights, params.problem.key_value_storage,
+                          keys.end - keys.begin, keys.begin));
+    need_calls((of_weights_.all() + kWeightsLines - 1) / kWeightsLines);
+  }
+
   /// With each key of a product.
   QKV_INLINE void fetch_next() {
     if (calls_left_ == 0) return;  // else looking at each list takes 1 % of the time
@@ -44,15 +54,19 @@ class BackwardAhead {
     of_tiles_[turn].fetch_next();
     of_tiles_[turn + 2].fetch_next();
     for (auto& lines : of_keys_) lines.fetch_next();
+    for (int i = 0; i < kWeightsLines; ++i) of_weights_.fetch_next();
   }
 
  private:
+  static constexpr int kWeightsLines = 3;  // with each key: 96 of float32 are 6, for two pieces
+
   void need_calls(int64_t calls) {
     if (calls_left_ < calls) calls_left_ = calls;
   }
 
   LinesOfTile of_tiles_[4];  // Q, dO and O of the next tile, dQ of this one
   LinesAhead<NextRows> of_keys_[4];
+  LinesAhead<NextRowsOfTile, 2> of_weights_;
   unsigned turn_ = 0;
   int64_t calls_left_ = 0;  // until all is fetched
 };

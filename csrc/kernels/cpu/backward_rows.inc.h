@@ -123,6 +123,67 @@ struct BackwardRows {
     });
   }
 
+  /// scores: S -> P, also of pairs that are not kept. For the keys and vectors of softmax_backward.
+  template <int kCount, class Exp>
+  QKV_ONE_COPY void to_weights(int64_t first_key, int offset, int keys, int first_vector,
+                               T* scores) const {
+    const ScoreRows<T, kCount, kRows> rows(p, mask, alibi, first_key + offset, offset, first_vector,
+                                           TileState::kFull);
+    rows.cap(keys, scores);
+    rows.bias(keys, scores);
+    for (int v = 0; v < kCount; ++v) {
+      const RowNumbers numbers = numbers_of(first_vector + v);
+      T* s = scores + v * S::kWidth;
+      for (int k = 0; k < keys; ++k, s += kRows) {
+        typename S::Number x[1] = {S::load(s) - numbers.lse - numbers.lse_rest};
+        to_probabilities<Exp>(x);
+        S::store(s, x[0]);
+      }
+    }
+  }
+
+  /// dots[row] += <dW, P> for the pairs that are kept: of others both may be anything.
+  template <int kCount>
+  QKV_ONE_COPY void add_dots(int offset, int keys, int first_vector, bool partial,
+                             const T* weights, const T* grads, T* dots) const {
+    with_constant(partial, [&](auto masked) {
+      for (int v = 0; v < kCount; ++v) {
+        const int at = v * S::kWidth;
+        auto sum = S::zero();
+        for (int k = 0; k < keys; ++k) {
+          auto weight = S::load(weights + k * kRows + at), grad = S::load(grads + k * kRows + at);
+          if constexpr (masked() != 0) {
+            const auto kept_k = kept(offset + k, first_vector + v);
+            weight = S::select(kept_k, weight, S::zero());
+            grad = S::select(kept_k, grad, S::zero());
+          }
+          sum = S::fma(weight, grad, sum);
+        }
+        T* const to = dots + first_vector * S::kWidth + at;
+        S::store(to, S::load(to) + sum);
+      }
+    });
+  }
+
+  /// weights: P -> dS, from dW.
+  template <int kCount>
+  QKV_ONE_COPY void weights_backward(int offset, int keys, int first_vector, bool partial,
+                                     const T* grads, T* weights) const {
+    with_constant(partial, [&](auto masked) {
+      for (int v = 0; v < kCount; ++v) {
+        const auto delta_v = S::load(delta + (first_vector + v) * S::kWidth);
+        for (int k = 0; k < keys; ++k) {
+          const int x = k * kRows + v * S::kWidth;
+          auto ds = S::load(weights + x) * (S::load(grads + x) - delta_v);
+          if constexpr (masked() != 0) {
+            ds = S::select(kept(offset + k, first_vector + v), ds, S::zero());
+          }
+          S::store(weights + x, ds);
+        }
+      }
+    });
+  }
+
   /// What a vector of rows subtracts.
   struct RowNumbers {
     typename S::Number lse, lse_rest, delta;

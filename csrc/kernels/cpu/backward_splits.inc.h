@@ -72,6 +72,27 @@ inline KeyRange keys_of_split(const BackwardParams<T>& params, int64_t split) {
   return {begin, end < params.problem.keys ? end : params.problem.keys};
 }
 
+/// How many keys a block takes from n on: up to where those begin or end that all rows of a tile
+/// see, if these are worth a block of their own, as whole blocks take less work for each pair.
+inline int keys_of_block(int64_t n, int64_t end, KeyRange of_all) {
+  constexpr int64_t kLeast = kBackwardBlockKeys / 3;
+  if (n + kBackwardBlockKeys < end) end = n + kBackwardBlockKeys;
+  const int64_t end_of_all = of_all.end < end ? first_of_eight(of_all.end) : end;
+  const auto whole = KeyRange{n, end}.intersection({first_of_eight(of_all.begin + 7), end_of_all});
+  if (whole.end - whole.begin < kLeast) return static_cast<int>(end - n);
+  return static_cast<int>((whole.begin > n ? whole.begin : whole.end) - n);
+}
+
+/// f(first key, keys) for the blocks of `range`, those keys of a split that a tile's rows see.
+template <class F>
+QKV_INLINE void for_each_block(KeyRange range, KeyRange of_all, F f) {
+  int block;
+  for (int64_t n = first_of_eight(range.begin); n < range.end; n += block) {
+    block = keys_of_block(n, range.end, of_all);
+    f(n, block);
+  }
+}
+
 /// Splits of a unit, counted within its head.
 struct SplitRange {
   int64_t begin, end;

@@ -22,6 +22,41 @@ namespace qkv::kernels::QKV_ISA {
 // Few rows take a tile of 1, 2 or 3.
 constexpr int kBackwardVectors = 6;
 
+/// Vectors of rows in a tile: a function of the number of rows alone.
+template <class T>
+inline int backward_vectors(const Problem<T>& problem) {
+  const int64_t vectors = round_up_to_vector<T>(rows_of_kv_head(problem)) / Simd<T>::kWidth;
+  return vectors <= 3 ? static_cast<int>(vectors) : kBackwardVectors;
+}
+
+template <class T>
+inline int64_t backward_row_tiles(const Problem<T>& problem) {
+  const int64_t rows_of_tile = backward_vectors(problem) * Simd<T>::kWidth;
+  return (rows_of_kv_head(problem) + rows_of_tile - 1) / rows_of_tile;
+}
+
+/// Calls f with the number of vectors in a tile of this problem.
+template <class T, class F>
+inline void with_backward_vectors(const Problem<T>& problem, F f) {
+  switch (backward_vectors(problem)) {
+    case 1:
+      return f(Constant<1>{});
+    case 2:
+      return f(Constant<2>{});
+    case 3:
+      return f(Constant<3>{});
+    default:
+      return f(Constant<kBackwardVectors>{});
+  }
+}
+
+/// Whether something sums all of dS of a tile, not only what products take.
+template <class T>
+inline bool needs_whole_tile(const BackwardParams<T>& params) {
+  return params.problem.softcap != T(0) || params.slope_gradient_of_rows != nullptr ||
+         params.grad_mask.data != nullptr;
+}
+
 /// multiply_lines, which fetches what comes next: the same for tiles of any height.
 template <int kVectors, bool kScaled, class T, class Factor>
 QKV_ONE_COPY void multiply_block(int64_t keys, int64_t depth, Rows<Factor> lines,
@@ -48,7 +83,9 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   T* key_rows;                         // [keys][D], converted or spread
   Factor* key_lines;                   // [keys][D], copied: in the same place
   Factor* value_lines;                 // [keys][Dv], copied
-  Rows<T> key;                         // of the block, after load_block, if factors are numbers
+  Rows<Factor> key_factors, value_factors;  // of the block
+  Rows<T> key;                         // the same, if factors are numbers
+  T* score_gradients = nullptr;        // dS of all keys that the rows see, if it is made before
   KeyRange copied{0, 0};               // keys that load_keys made copies of
   Rows<T> copied_keys, copied_values;  // from copied.begin on
   BackwardAhead ahead;                 // of the tile and the block
@@ -121,32 +158,46 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     });
   }
 
-  /// P and dS of the keys first_key .. first_key + count.
+  /// P and dS of the keys first_key .. first_key + count, or dS alone.
   QKV_ONE_COPY TileState load_block(int64_t first_key, int count) {
-    const TileState state = Base::load_pairs(first_key, count);
+    const TileState state = see_block(first_key, count);
     if (state == TileState::kEmpty) return state;
-    const bool partial = state == TileState::kPartial;
-    const bool has_copies = copied.begin <= first_key && first_key + count <= copied.end;
-    const int64_t of_copies = first_key - copied.begin;
-    const auto lines_of = [&](const Operand<const T>& x, int64_t width, const Rows<T>& copies,
-                              Factor* to) {
-      if constexpr (Scores::kInNumbers) {
-        if (has_copies) return copies.from(of_copies);
-      }
-      return Scores::lines(tile, x, p.key_value_storage, first_key, count, width, to);
-    };
-    const Rows<Factor> of_key = lines_of(p.key, p.head_dim, copied_keys, key_lines);
-    const Rows<Factor> of_value = lines_of(p.value, p.value_dim, copied_values, value_lines);
-    if constexpr (Scores::kInNumbers) key = of_key;
-    if (partial && !whole) {
-      seen.see_by_band(p, tile, first_key, count);
-    } else {
-      seen.see_all(tile, count, whole);
+    load_lines(first_key, count);
+    if (score_gradients != nullptr && p.softcap == T(0)) {
+      ds_tile = of_key(score_gradients, first_key);
+      return state;
     }
     seen.for_each_piece(count, [&](int first_vector, auto vectors, KeyRange keys) {
-      load_piece<vectors()>(first_vector, first_key, of_key, of_value, keys, partial);
+      load_piece<vectors()>(first_vector, first_key, keys, state == TileState::kPartial);
     });
     return state;
+  }
+
+  /// Of all keys that the rows see: P to `score_gradients`, dW to `grads`; <dW, P> of each row is
+  /// added to dots.
+  QKV_ONE_COPY void load_weights(int64_t first_key, int count, T* grads, T* dots) {
+    const TileState state = see_block(first_key, count);
+    if (state == TileState::kEmpty) return;
+    load_lines(first_key, count);
+    const KeyRange next{first_key + count, first_key + count + kBackwardBlockKeys};
+    ahead.begin_weights(params, tile, next.intersection(Base::keys_of_rows()));
+    seen.for_each_piece(count, [&](int first_vector, auto vectors, KeyRange keys) {
+      load_weights_of_piece<vectors()>(first_vector, first_key, keys, state == TileState::kPartial,
+                                       grads, dots);
+    });
+  }
+
+  /// Then these become dS.
+  QKV_ONE_COPY void weights_backward(int64_t first_key, int count, const T* grads) {
+    const TileState state = see_block(first_key, count);
+    if (state == TileState::kEmpty) return;
+    seen.for_each_piece(count, [&](int first_vector, auto vectors, KeyRange keys) {
+      const int64_t row = first_vector * S::kWidth, key = first_key + keys.begin;
+      Base::template weights_backward<vectors()>(
+          static_cast<int>(keys.begin), static_cast<int>(keys.end - keys.begin), first_vector,
+          state == TileState::kPartial, of_key(grads, key) + row,
+          of_key(score_gradients, key) + row);
+    });
   }
 
   void add_slope_gradient(int64_t first_key, int count, T* sums) const {
@@ -159,27 +210,78 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   }
 
  private:
+  /// Which pairs of the block there are.
+  TileState see_block(int64_t first_key, int count) {
+    const TileState state = Base::load_pairs(first_key, count);
+    if (state == TileState::kPartial && !whole) {
+      seen.see_by_band(p, tile, first_key, count);
+    } else if (state != TileState::kEmpty) {
+      seen.see_all(tile, count, whole);
+    }
+    return state;
+  }
+
+  /// What the block's products take of the keys.
+  void load_lines(int64_t first_key, int count) {
+    const bool has_copies = copied.begin <= first_key && first_key + count <= copied.end;
+    const int64_t of_copies = first_key - copied.begin;
+    const auto lines_of = [&](const Operand<const T>& x, int64_t width, const Rows<T>& copies,
+                              Factor* to) {
+      if constexpr (Scores::kInNumbers) {
+        if (has_copies) return copies.from(of_copies);
+      }
+      return Scores::lines(tile, x, p.key_value_storage, first_key, count, width, to);
+    };
+    key_factors = lines_of(p.key, p.head_dim, copied_keys, key_lines);
+    value_factors = lines_of(p.value, p.value_dim, copied_values, value_lines);
+    if constexpr (Scores::kInNumbers) key = key_factors;
+  }
+
+  /// Of numbers of all keys that the rows see: those from `key` on.
+  template <class Number>
+  Number* of_key(Number* numbers, int64_t key) const {
+    return numbers + (key - first_of_eight(Base::keys_of_rows().begin)) * kRows;
+  }
+
   template <int kCount>
-  void load_piece(int first_vector, int64_t first_key, Rows<Factor> of_key, Rows<Factor> of_value,
-                  KeyRange range, bool partial) {
+  void load_weights_of_piece(int first_vector, int64_t first_key, KeyRange range, bool partial,
+                             T* grads, T* dots) {
+    const int count = static_cast<int>(range.end - range.begin),
+              first_row = first_vector * S::kWidth, offset = static_cast<int>(range.begin);
+    T* const to = of_key(score_gradients, first_key + range.begin) + first_row;
+    grads = of_key(grads, first_key + range.begin) + first_row;
+    if (!make_weights_beside<kCount>(first_row, range, partial, to)) {
+      multiply_block<kCount, /*kScaled=*/!Scores::kScales>(
+          count, Scores::depth(p.head_dim), key_factors.from(range.begin), query_t + first_row, kRows,
+          p.scale, to, ahead);
+      Base::template to_weights<kCount, typename Scores::Exp>(first_key, offset, count,
+                                                              first_vector, to);
+    }
+    Base::template load_grad_weights<kCount>(first_key + range.begin, count, first_vector, grads);
+    Base::template add_dots<kCount>(offset, count, first_vector, partial, to, grads, dots);
+  }
+
+  template <int kCount>
+  void load_piece(int first_vector, int64_t first_key, KeyRange range, bool partial) {
     const int count = static_cast<int>(range.end - range.begin),
               first_row = first_vector * S::kWidth;
     const int64_t first = range.begin * kRows + first_row;
+    const bool of_weights = params.grad_weights.data != nullptr;
+    if (of_weights) {
+      Base::template load_grad_weights<kCount>(first_key + range.begin, count, first_vector,
+                                               ds_tile + first);
+    }
     if constexpr (Scores::kWeighsBeside) {
-      if (weighs_beside(count, partial)) {
-        return weigh_beside<kCount>(first_row, of_key.from(range.begin), of_value.from(range.begin),
-                                    count, p_tile + first, ds_tile + first);
+      if (!of_weights && weighs_beside(count, partial)) {
+        return weigh_beside<kCount>(first_row, range.begin, count, p_tile + first, ds_tile + first);
       }
     }
     multiply_block<kCount, /*kScaled=*/!Scores::kScales>(
-        count, Scores::depth(p.head_dim), of_key.from(range.begin), query_t + first_row, kRows,
+        count, Scores::depth(p.head_dim), key_factors.from(range.begin), query_t + first_row, kRows,
         p.scale, p_tile + first, ahead);
-    if (params.grad_weights.data != nullptr) {
-      Base::template load_grad_weights<kCount>(first_key + range.begin, count, first_vector,
-                                               ds_tile + first);
-    } else {
+    if (!of_weights) {
       multiply_block<kCount, /*kScaled=*/false>(count, Scores::depth(p.value_dim),
-                                                of_value.from(range.begin), grad_out_t + first_row,
+                                                value_factors.from(range.begin), grad_out_t + first_row,
                                                 kRows, T(1), ds_tile + first, ahead);
     }
     Base::template softmax_backward<kCount, typename Scores::Exp>(
@@ -193,17 +295,40 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   bool weighs_beside(int keys, bool partial) const {
     const bool plain = !partial && p.softcap == T(0) && !mask.has_bias(p) &&
                        p.alibi_slopes.data == nullptr && p.dropout.threshold == 0;
-    return plain && params.grad_weights.data == nullptr && keys % kMostRowsBeside == 0 &&
+    return plain && keys % kMostRowsBeside == 0 &&
            Scores::depth(p.head_dim) <= kDepthAtATime &&
            Scores::depth(p.value_dim) <= kDepthAtATime;
   }
 
   /// P and dS as softmax_backward makes them, but S and dP are not stored.
   template <int kCount>
-  QKV_ONE_COPY void weigh_beside(int first_row, Rows<Factor> of_key, Rows<Factor> of_value,
-                                 int keys, T* weights, T* gradients) {
+  QKV_ONE_COPY void weigh_beside(int first_row, int64_t first, int keys, T* weights, T* gradients) {
+    weights_beside<kCount>(first_row, key_factors.from(first), keys, weights);
     multiply_with_work<kCount>(
-        keys, p.head_dim, of_key,
+        keys, p.value_dim, value_factors.from(first),
+        grad_out_t + first_row, [&](int64_t at, int v, auto& x) __attribute__((always_inline)) {
+          const auto delta = S::load(Base::delta + first_row + v * S::kWidth);
+          S::store(gradients + at, S::load(weights + at) * (x[0] - delta));
+          S::store(gradients + at + kRows, S::load(weights + at + kRows) * (x[1] - delta));
+        });
+  }
+
+  /// Or returns false.
+  template <int kCount>
+  QKV_ONE_COPY bool make_weights_beside(int first_row, KeyRange range, bool partial, T* weights) {
+    const int count = static_cast<int>(range.end - range.begin);
+    if constexpr (Scores::kWeighsBeside) {
+      if (!weighs_beside(count, partial)) return false;
+      weights_beside<kCount>(first_row, key_factors.from(range.begin), count, weights);
+      return true;
+    }
+    return false;
+  }
+
+  template <int kCount>
+  QKV_INLINE void weights_beside(int first_row, Rows<Factor> lines, int keys, T* weights) {
+    multiply_with_work<kCount>(
+        keys, p.head_dim, lines,
         query_t + first_row, [&](int64_t at, int v, auto& x) __attribute__((always_inline)) {
           const int row = first_row + v * S::kWidth;
 #pragma GCC unroll 2
@@ -214,13 +339,6 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
           Base::template to_probabilities<typename Scores::Exp>(x);
           S::store(weights + at, x[0]);
           S::store(weights + at + kRows, x[1]);
-        });
-    multiply_with_work<kCount>(
-        keys, p.value_dim, of_value,
-        grad_out_t + first_row, [&](int64_t at, int v, auto& x) __attribute__((always_inline)) {
-          const auto delta = S::load(Base::delta + first_row + v * S::kWidth);
-          S::store(gradients + at, S::load(weights + at) * (x[0] - delta));
-          S::store(gradients + at + kRows, S::load(weights + at + kRows) * (x[1] - delta));
         });
   }
 

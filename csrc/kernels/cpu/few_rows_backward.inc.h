@@ -455,6 +455,8 @@ constexpr BackwardKernels<T> make_few_rows_backward_kernels() {
           few_rows_partial_grad_query_size<T>,
           few_rows_backward<OfForward, T>,
           sum_grad_query_of_few_rows<T>,
+          /*score_gradients_size=*/nullptr,
+          /*score_gradients=*/nullptr,
           no_scratch<T>,
           mask_gradient_of_few_rows<T>};
 }

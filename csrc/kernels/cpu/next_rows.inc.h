@@ -76,9 +76,9 @@ struct NextRowsOfTile {
   }
 };
 
-/// Rows fetched one cache line at a time, between pieces of other work, to the first-level cache.
-/// Asked for many lines at once, memory keeps that work waiting.
-template <class Rows>
+/// Rows fetched one cache line at a time, between pieces of other work, to the first-level cache or
+/// to the second. Asked for many lines at once, memory keeps that work waiting.
+template <class Rows, int kLevel = 1>
 class LinesAhead {
  public:
   LinesAhead() : rows_{} {}  // of none
@@ -89,7 +89,7 @@ class LinesAhead {
 
   QKV_INLINE void fetch_next() {
     if (row_ == rows_.count) return;
-    __builtin_prefetch(rows_[row_] + byte_);
+    __builtin_prefetch(rows_[row_] + byte_, 0, kLevel == 1 ? 3 : 2);
     if ((byte_ += 64) < rows_.width) return;
     byte_ = 0;
     ++row_;
@@ -115,17 +115,21 @@ inline NextRows next_rows(const RowTile<kRows>& tile, const Operand<const T>& x,
   return rows;
 }
 
-using LinesOfTile = LinesAhead<NextRowsOfTile>;
+/// A tile's rows in x, of these `width` columns from `first` on, as long as there is the tile.
+template <int kRows, class Number>
+inline NextRowsOfTile next_rows_of_tile(const RowTile<kRows>& tile, const Operand<Number>& x,
+                                        Storage storage, int64_t width, int64_t first = 0) {
+  const int64_t bytes = storage == Storage::kSame ? sizeof(Number) : 2;
+  const int64_t offset = tile.batch.offset(x.batch_stride) + first;
+  return {tile.head, tile.query, reinterpret_cast<const char*>(x.data) + offset * bytes,
+          x.head_stride * bytes, x.row_stride * bytes, width * bytes, tile.rows};
+}
 
-/// The lines of a tile's rows in x, as long as there is the tile.
+using LinesOfTile = LinesAhead<NextRowsOfTile>;
 template <int kRows, class Number>
 inline LinesOfTile lines_of_tile(const RowTile<kRows>& tile, const Operand<Number>& x,
                                  Storage storage, int64_t width) {
-  const int64_t bytes = storage == Storage::kSame ? sizeof(Number) : 2;
-  return LinesOfTile(
-      {tile.head, tile.query,
-       reinterpret_cast<const char*>(x.data) + tile.batch.offset(x.batch_stride) * bytes,
-       x.head_stride * bytes, x.row_stride * bytes, width * bytes, tile.rows});
+  return LinesOfTile(next_rows_of_tile(tile, x, storage, width));
 }
 
 }  // namespace qkv::kernels::QKV_ISA

@@ -1,0 +1,79 @@
+#pragma once
+
+#include "kernels/cpu/backward_splits.inc.h"
+#include "kernels/cpu/backward_tile.inc.h"
+
+// The backward of weights W, for which dW came:
+//
+//     delta_i = sum over j of W_ij · dW_ij        dS_ij = W_ij · (dW_ij - delta_i)
+//
+// A row's delta needs all of its weights before the first dS is made. So W of all keys that a tile
+// of rows sees is made first, and becomes dS where it lies, [keys][rows], until the tile's blocks
+// of keys take that (attention_backward.inc.h). A unit of work that has all keys of a head has this
+// in its scratch, for one tile after the other; units of some of its keys find it in memory, where
+// a pass over all tiles left it.
+
+namespace qkv::kernels::QKV_ISA {
+
+/// Numbers of a tile of rows. Blocks of keys begin with groups of eight.
+template <class T>
+inline int64_t score_gradients_of_tile_size(const Problem<T>& p) {
+  return (p.keys + 8) * backward_vectors(p) * Simd<T>::kWidth;
+}
+
+template <class T>
+inline int64_t score_gradients_size(const Problem<T>& p) {
+  return backward_row_tiles(p) * score_gradients_of_tile_size(p);
+}
+
+/// Tiles count those of all heads.
+template <class T>
+inline T* score_gradients_of_tile(const BackwardParams<T>& params, int64_t tile) {
+  return params.score_gradients_of_tiles + tile * score_gradients_of_tile_size(params.problem);
+}
+
+/// Of a unit of work: dS and dW of a tile.
+template <class T>
+inline int64_t own_score_gradients_size(const BackwardParams<T>& params) {
+  return params.grad_weights.data == nullptr ? 0 : 2 * score_gradients_of_tile_size(params.problem);
+}
+
+/// delta and dS of the tile whose rows `work` has loaded. Own: own_score_gradients_size; dS goes
+/// there, unless it is to stay somewhere else.
+template <class Work>
+inline void make_score_gradients(Work& work, typename Work::T* own,
+                                 typename Work::T* score_gradients = nullptr) {
+  using T = typename Work::T;
+  T* const grads = own + score_gradients_of_tile_size(work.p);
+  work.score_gradients = score_gradients == nullptr ? own : score_gradients;
+  const auto for_each_block_of_tile = [&](auto f) {
+    for (int64_t split = 0; split < work.params.splits; ++split) {
+      for_each_block(work.keys_of_rows().intersection(keys_of_split(work.params, split)),
+                     work.keys_of_all_rows(), f);
+    }
+  };
+  alignas(64) T dots[Work::kRows] = {};
+  for_each_block_of_tile([&](int64_t n, int keys) { work.load_weights(n, keys, grads, dots); });
+  for (int r = 0; r < work.tile.rows; ++r) {
+    work.delta[r] = dots[r];
+    work.params.minus_dots[work.tile.scalar(work.p, r)] = -dots[r];
+  }
+  for_each_block_of_tile([&](int64_t n, int keys) { work.weights_backward(n, keys, grads); });
+}
+
+template <class Scores, class T>
+inline void score_gradients(const BackwardParams<T>& params, int64_t unit, void* scratch) {
+  with_backward_vectors(params.problem, [&](auto vectors) {
+    using Work = BackwardTile<Scores, vectors()>;
+    Work work(params, static_cast<T*>(scratch), needs_whole_tile(params));
+    const int64_t tiles = backward_row_tiles(work.p);
+    work.tile = RowTile<Work::kRows>::of_head(work.p, unit / tiles, unit % tiles);
+    work.load_rows();
+    make_score_gradients(work, work.end_of_scratch,
+                         params.score_gradients_of_tiles == nullptr
+                             ? nullptr
+                             : score_gradients_of_tile(params, unit));
+  });
+}
+
+}  // namespace qkv::kernels::QKV_ISA
