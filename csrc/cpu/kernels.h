@@ -57,7 +57,8 @@ const kernels::BackwardKernels<T>* few_rows_backward_for(const kernels::Problem<
 
 /// The backward for this problem, of few rows or of tiles of them.
 template <class T>
-const kernels::BackwardKernels<T>& backward_kernels_of_rows_for(const kernels::Problem<T>& problem) {
+const kernels::BackwardKernels<T>& backward_kernels_of_rows_for(
+    const kernels::Problem<T>& problem) {
   const kernels::BackwardKernels<T>* of_few_rows = few_rows_backward_for(problem);
   return of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(problem);
 }

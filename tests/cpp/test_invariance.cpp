@@ -147,10 +147,11 @@ TEST(Invariance, BackwardOfFewRows) {
   at::set_num_threads(before);
 }
 
-/// Of tiles of rows and of few rows.
+/// Of tiles of rows and of few rows. A thread makes dS of a tile in its own memory or finds it in
+/// that of all.
 TEST(Invariance, Weights) {
   const int before = at::get_num_threads();
-  for (const int64_t queries : {1, 3, 150}) {
+  for (const int64_t queries : {1, 3, 20, 150}) {
     for (const auto dtype : {torch::kDouble, torch::kFloat, torch::kBFloat16, torch::kHalf}) {
       const std::vector<Tensor> inputs = {
           torch::randn({2, 4, queries, 40}, dtype), torch::randn({2, 2, 1300, 40}, dtype),
@@ -166,6 +167,10 @@ TEST(Invariance, Weights) {
         const Tensor weights = qkv::attention_weights(x[0], x[1], options);
         Results results{torch::autograd::grad({weights}, {x[0], x[1], x[2]}, {x[3]})};
         results.tensors.push_back(weights.detach());
+        const auto all = qkv::AttentionOptions().enable_gqa(true);
+        const auto of_all =
+            torch::autograd::grad({qkv::attention_weights(x[0], x[1], all)}, {x[0], x[1]}, {x[3]});
+        results.tensors.insert(results.tensors.end(), of_all.begin(), of_all.end());
         return results;
       };
       at::set_num_threads(1);

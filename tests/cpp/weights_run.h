@@ -206,8 +206,7 @@ class WeightsRun {
     const int64_t tiles = kernels.backward_row_tiles(b.problem);
     std::unique_ptr<void, Unmap> score_gradients;
     if (splits > 1 && kernels.score_gradients != nullptr) {
-      score_gradients =
-          memory(s_.kv_heads * kernels.score_gradients_size(b.problem) * sizeof(T));
+      score_gradients = memory(s_.kv_heads * kernels.score_gradients_size(b.problem) * sizeof(T));
       b.score_gradients_of_tiles = static_cast<T*>(score_gradients.get());
       for (int64_t unit = 0; unit < s_.kv_heads * tiles; ++unit) {
         kernels.score_gradients(b, unit, scratch.get());

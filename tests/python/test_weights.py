@@ -179,6 +179,28 @@ def test_gradients_do_not_depend_on_what_may_follow(rows, dtype):
 
 
 @in_every_dtype
+@pytest.mark.parametrize("rows", [3, 20, 130])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_gradient_alone(causal, rows, dtype):
+    """Each has the same bits whether others are asked for or not."""
+    leaves = {
+        "query": torch.randn(2, 4, rows, 12).to(dtype),
+        "key": torch.randn(2, 2, 210, 12).to(dtype),
+        "attn_mask": torch.randn(4, 1, 210).to(dtype),
+        "alibi_slopes": torch.rand(4).to(dtype),
+        "sinks": torch.randn(4).to(dtype),
+    }
+    for x in leaves.values():
+        x.requires_grad_()
+    weights = qkv.attention_weights(**leaves, is_causal=causal, enable_gqa=True)
+    grad = torch.randn(weights.shape).to(dtype)
+    together = torch.autograd.grad(weights, list(leaves.values()), grad, retain_graph=True)
+    for (name, x), expected in zip(leaves.items(), together, strict=True):
+        (alone,) = torch.autograd.grad(weights, x, grad, retain_graph=True)
+        assert torch.equal(alone, expected), name
+
+
+@in_every_dtype
 @pytest.mark.parametrize("shape", [(5, 9), (9,), (5, 1), (3, 1, 1), (2, 3, 5, 9), (1, 3, 5, 9)])
 def test_gradients_of_masks_of_every_shape(shape, dtype):
     query, key = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 9, 8).to(dtype)

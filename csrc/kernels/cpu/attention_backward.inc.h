@@ -27,14 +27,13 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// How many numbers partial_grad_query takes for one key/value head: [unit][row tile][D][rows].
+/// How many numbers partial_grad_query takes for one key/value head: dQ [unit][row tile].
 template <class T>
 inline int64_t partial_grad_query_size(const BackwardParams<T>& params) {
-  const Problem<T>& p = params.problem;
-  return params.units * backward_row_tiles(p) * p.head_dim * backward_vectors(p) * Simd<T>::kWidth;
+  return params.units * backward_row_tiles(params.problem) * grad_query_size(params.problem);
 }
 
-/// Parts of dQᵀ that a unit has at a time: those of 4 splits, of 2, of 1 and the one before.
+/// Parts of dQ that a unit has at a time: those of 4 splits, of 2, of 1 and the one before.
 constexpr int64_t kMostPartsOfUnit = 4;
 
 template <class Scores, template <class, int> class Gradients, class T>
@@ -49,9 +48,9 @@ inline int64_t backward_scratch_bytes(const BackwardParams<T>& params) {
   using Tile = BackwardTile<Scores, kBackwardVectors>;
   using Products = Gradients<Scores, kBackwardVectors>;
   const int64_t numbers = Tile::scratch_numbers(p) + Products::scratch_numbers(p) +
-                          own_score_gradients_size(params) +
-                          kMostPartsOfUnit * p.head_dim * Tile::kRows + widths * keys +
-                          Tile::numbers_of_copies(p, keys) + Products::numbers_of_keys(p, keys);
+                          own_score_gradients_size(params) + kMostPartsOfUnit * grad_query_size(p) +
+                          widths * keys + Tile::numbers_of_copies(p, keys) +
+                          Products::numbers_of_keys(p, keys);
   return numbers * static_cast<int64_t>(sizeof(T));
 }
 
@@ -76,7 +75,7 @@ inline T* sum_of_parts(int64_t begin, int64_t end, int64_t size, const Part& par
   return sum;
 }
 
-/// dQᵀ of tile `t` of a head, `size` numbers: the parts of its units, of which those have one for
+/// dQ of tile `t` of a head, `size` numbers: the parts of its units, of which those have one for
 /// which has_part(unit). Heads count from where partial_grad_query begins.
 template <class T, class HasPart>
 inline T* sum_of_units(const BackwardParams<T>& params, int64_t head, int64_t tiles, int64_t t,
@@ -88,19 +87,37 @@ inline T* sum_of_units(const BackwardParams<T>& params, int64_t head, int64_t ti
   return sum_of_parts<T>(0, params.units, size, part, [](T*) {});
 }
 
-/// dQ of a tile from dQᵀ, which may be nullptr if its rows see nothing; `zeros` has room for it.
+/// dQ of a tile to where it belongs, from its sums, which may be nullptr if its rows see nothing;
+/// `zeros` has room for them.
 template <class T, int kRows>
-inline void unpack_grad_query(const BackwardParams<T>& params, const RowTile<kRows>& tile,
-                              const T* grad_query_t, T* zeros) {
+inline void put_grad_query(const BackwardParams<T>& params, const RowTile<kRows>& tile,
+                           const T* sums, T* zeros) {
+  using S = Simd<T>;
   const Problem<T>& p = params.problem;
-  if (grad_query_t == nullptr) {
-    set_to_zero(zeros, p.head_dim * kRows);
-    grad_query_t = zeros;
+  if (sums == nullptr) {
+    set_to_zero(zeros, grad_query_size(p));
+    sums = zeros;
+  }
+  if (sums_query_by_rows(p)) {
+    const int64_t row = round_up_to_vector<T>(p.head_dim);
+    with_stored<T>(p.key_value_storage, [&](auto stored) {
+      const auto rows = tile.template stored_rows_in<decltype(stored)>(params.grad_query);
+      for (int r = 0; r < tile.rows; ++r, sums += row) {
+        const auto scaled = [&](int64_t d) __attribute__((always_inline)) {
+          return S::load(sums + d) * S::set(p.scale);
+        };
+        int64_t d = 0;
+        for (; d + S::kWidth <= p.head_dim; d += S::kWidth) {
+          store_rounded<T>(rows[r] + d, scaled(d));
+        }
+        if (d < p.head_dim) store_first<T>(rows[r] + d, scaled(d), p.head_dim - d);
+      }
+    });
+    return;
   }
   T scale_of_row[kRows];
   for (auto& s : scale_of_row) s = p.scale;
-  tile.unpack_transposed(grad_query_t, p.head_dim, scale_of_row, params.grad_query,
-                         p.key_value_storage);
+  tile.unpack_transposed(sums, p.head_dim, scale_of_row, params.grad_query, p.key_value_storage);
 }
 
 /// Some splits of a key/value head, all its rows.
@@ -122,7 +139,7 @@ class BackwardUnit {
         gradients_(work_, work_.end_of_scratch) {
     own_score_gradients_ = work_.end_of_scratch + Gradients::scratch_numbers(p_);
     own_parts_ = own_score_gradients_ + own_score_gradients_size(params);
-    T* own = own_parts_ + kMostPartsOfUnit * p_.head_dim * kRows;
+    T* own = own_parts_ + kMostPartsOfUnit * grad_query_size(p_);
     for (int64_t split = splits_.begin; split < splits_.end; ++split) {
       const KeyRange keys = keys_of_split(params, split);
       const int64_t i = split - splits_.begin;
@@ -157,7 +174,7 @@ class BackwardUnit {
   }
 
   void add_tile(int64_t t, int64_t tiles) {
-    const int64_t size = p_.head_dim * kRows;
+    const int64_t size = grad_query_size(p_);
     const bool is_head = params_.units == 1;
     const bool needs_query = params_.grad_query.data != nullptr;
     if (work_.sees(keys_of_splits(params_, splits_))) {
@@ -189,15 +206,16 @@ class BackwardUnit {
       to = last;
       next = last + size;
     };
-    T* grad_query_t = sum_of_parts<T>(splits_.begin, splits_.end, size, part, added);
-    if (is_head && needs_query) {
-      unpack_grad_query(params_, work_.tile, grad_query_t, own_parts_);
-    }
+    const T* grad_query = sum_of_parts<T>(splits_.begin, splits_.end, size, part, added);
+    if (is_head && needs_query) put_grad_query(params_, work_.tile, grad_query, own_parts_);
   }
 
-  /// dQᵀ of the keys of a split goes to grad_query_t, if they are seen. Or, where that leaves the
+  /// dQ of the keys of a split goes to grad_query, if they are seen. Or, where that leaves the
   /// same bits, it is added to `before`, unless this is nullptr: then the result is true.
-  bool add_split(int64_t split, T* grad_query_t, T* before) {
+  bool add_split(int64_t split, T* grad_query, T* before) {
+    const int64_t size = grad_query_size(p_);
+    const bool by_rows = sums_query_by_rows(p_);
+    const int64_t row = by_rows ? round_up_to_vector<T>(p_.head_dim) : kRows;
     const RowTile<kRows>& tile = work_.tile;
     KeySums<T>& of_key = key_sums_[split - splits_.begin];
     KeySums<T>& of_value = value_sums_[split - splits_.begin];
@@ -226,20 +244,19 @@ class BackwardUnit {
       // One product, of all pairs: where a part by itself has none, its 0 turns a -0 into 0.
       if (before != nullptr && n <= range.begin && n + block >= range.end && !partial) {
         is_added = has_grad_query = true;
-        grad_query_t = before;
+        grad_query = before;
       }
       // Vectors without a row are read where parts are summed, and nowhere else.
-      const bool writes_all = !partial && (params_.splits == 1 || tile.rows > kRows - S::kWidth);
+      const bool writes_all =
+          !partial && (by_rows || params_.splits == 1 || tile.rows > kRows - S::kWidth);
       if (!has_grad_query && !writes_all) {
-        set_to_zero(grad_query_t, p_.head_dim * kRows);
+        set_to_zero(grad_query, size);
         has_grad_query = true;
       }
-      gradients_.add_to_rows(Sums<T>{grad_query_t, kRows, has_grad_query});
+      gradients_.add_to_rows(Sums<T>{grad_query, row, has_grad_query});
       has_grad_query = true;
     });
-    if (needs_query && !range.empty() && !has_grad_query) {
-      set_to_zero(grad_query_t, p_.head_dim * kRows);
-    }
+    if (needs_query && !range.empty() && !has_grad_query) set_to_zero(grad_query, size);
     if (params_.slope_gradient_of_rows != nullptr) {
       T* of_rows = params_.slope_gradient_of_rows + split * p_.batch * p_.query_heads * p_.queries;
       for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p_, r)] = slope_gradient[r];
@@ -274,12 +291,12 @@ class BackwardUnit {
   Work work_;
   Gradients gradients_;
   T* own_score_gradients_;  // of weights, of a tile
-  T* own_parts_;            // of dQᵀ of a tile, [kMostPartsOfUnit][D][rows]
+  T* own_parts_;            // of dQ of a tile, kMostPartsOfUnit
   KeySums<T> key_sums_[kMostSplits], value_sums_[kMostSplits];
   T* copies_of_keys_;
 };
 
-/// dQ of one tile of rows, of which each unit left dQᵀ in `size` numbers.
+/// dQ of one tile of rows, of which each unit left its part.
 template <class T, int kVectors>
 inline void sum_tile(const BackwardParams<T>& params, int64_t first_head, int64_t unit,
                      void* scratch) {
@@ -293,8 +310,8 @@ inline void sum_tile(const BackwardParams<T>& params, int64_t first_head, int64_
     const KeyRange keys = keys_of_splits(params, splits_of_unit(params, of_head));
     return !seen.intersection(keys).empty();
   };
-  const T* sum = sum_of_units(params, head, tiles, t, p.head_dim * kRows, has_part);
-  unpack_grad_query(params, tile, sum, static_cast<T*>(scratch));
+  const T* sum = sum_of_units(params, head, tiles, t, grad_query_size(p), has_part);
+  put_grad_query(params, tile, sum, static_cast<T*>(scratch));
 }
 
 /// Units count those of first_head, then of the next head; partial_grad_query begins with

@@ -39,11 +39,9 @@ class BackwardAhead {
   /// While weights of a tile are made: what came for those of the next keys.
   template <class T, int kRows>
   void begin_weights(const BackwardParams<T>& params, const RowTile<kRows>& tile, KeyRange keys) {
-    if (keys.empty()) return;
     of_weights_ = LinesAhead<NextRowsOfTile, 2>(
         next_rows_of_tile(tile, params.grad_weights, params.problem.key_value_storage,
                           keys.end - keys.begin, keys.begin));
-    need_calls((of_weights_.all() + kWeightsLines - 1) / kWeightsLines);
   }
 
   /// With each key of a product.
@@ -54,12 +52,16 @@ class BackwardAhead {
     of_tiles_[turn].fetch_next();
     of_tiles_[turn + 2].fetch_next();
     for (auto& lines : of_keys_) lines.fetch_next();
-    for (int i = 0; i < kWeightsLines; ++i) of_weights_.fetch_next();
+  }
+
+  /// With each key of a product that makes weights.
+  QKV_INLINE void fetch_next_of_weights() {
+    constexpr int kLines = 3;  // those of 96 keys in float32 are 6, and a tile has two pieces
+    fetch_next();
+    for (int i = 0; i < kLines; ++i) of_weights_.fetch_next();
   }
 
  private:
-  static constexpr int kWeightsLines = 3;  // with each key: 96 of float32 are 6, for two pieces
-
   void need_calls(int64_t calls) {
     if (calls_left_ < calls) calls_left_ = calls;
   }

@@ -144,8 +144,8 @@ struct BackwardRows {
 
   /// dots[row] += <dW, P> for the pairs that are kept: of others both may be anything.
   template <int kCount>
-  QKV_ONE_COPY void add_dots(int offset, int keys, int first_vector, bool partial,
-                             const T* weights, const T* grads, T* dots) const {
+  QKV_ONE_COPY void add_dots(int offset, int keys, int first_vector, bool partial, const T* weights,
+                             const T* grads, T* dots) const {
     with_constant(partial, [&](auto masked) {
       for (int v = 0; v < kCount; ++v) {
         const int at = v * S::kWidth;

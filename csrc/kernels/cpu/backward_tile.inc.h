@@ -35,6 +35,22 @@ inline int64_t backward_row_tiles(const Problem<T>& problem) {
   return (rows_of_kv_head(problem) + rows_of_tile - 1) / rows_of_tile;
 }
 
+/// How dQ of a tile is summed: dQᵀ[D][rows], or, where a head has few rows, dQ[rows][D], in several
+/// whole vectors of columns, if an eighth fewer lanes are left empty so. Each sum is the same.
+template <class T>
+inline bool sums_query_by_rows(const Problem<T>& p) {
+  const int64_t rows = rows_of_kv_head(p), vectors = backward_vectors(p);
+  return vectors < kBackwardVectors && p.head_dim >= 2 * Simd<T>::kWidth &&
+         8 * rows * round_up_to_vector<T>(p.head_dim) <= 7 * p.head_dim * vectors * Simd<T>::kWidth;
+}
+
+/// Numbers of dQ of a tile.
+template <class T>
+inline int64_t grad_query_size(const Problem<T>& p) {
+  return sums_query_by_rows(p) ? rows_of_kv_head(p) * round_up_to_vector<T>(p.head_dim)
+                               : p.head_dim * backward_vectors(p) * Simd<T>::kWidth;
+}
+
 /// Calls f with the number of vectors in a tile of this problem.
 template <class T, class F>
 inline void with_backward_vectors(const Problem<T>& problem, F f) {
@@ -58,13 +74,15 @@ inline bool needs_whole_tile(const BackwardParams<T>& params) {
 }
 
 /// multiply_lines, which fetches what comes next: the same for tiles of any height.
-template <int kVectors, bool kScaled, class T, class Factor>
+template <int kVectors, bool kScaled, bool kOfWeights = false, class T, class Factor>
 QKV_ONE_COPY void multiply_block(int64_t keys, int64_t depth, Rows<Factor> lines,
                                  const Factor* columns, int64_t row, T scale, T* c,
                                  BackwardAhead& ahead) {
   multiply_lines<kVectors, kScaled>(
       keys, depth, lines, columns, row, /*add=*/false, scale,
-      c, [&]() __attribute__((always_inline)) { ahead.fetch_next(); });
+      c, [&]() __attribute__((always_inline)) {
+        kOfWeights ? ahead.fetch_next_of_weights() : ahead.fetch_next();
+      });
 }
 
 /// What one tile of rows and one block of keys need, in both backward kernels.
@@ -75,16 +93,16 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   using Base = BackwardRows<T, kVectors>;
   using Base::alibi, Base::kRows, Base::mask, Base::p, Base::params, Base::stays, Base::tile;
   using S = Simd<T>;
-  Factor* query_t;                     // [D][rows]
-  Factor* grad_out_t;                  // [Dv][rows]
-  T* p_tile;                           // [keys][rows], R ∘ P
-  T* ds_tile;                          // [keys][rows]
-  T* cap_tile;                         // [keys][rows], the derivative of the softcap
-  T* key_rows;                         // [keys][D], converted or spread
-  Factor* key_lines;                   // [keys][D], copied: in the same place
-  Factor* value_lines;                 // [keys][Dv], copied
+  Factor* query_t;                          // [D][rows]
+  Factor* grad_out_t;                       // [Dv][rows]
+  T* p_tile;                                // [keys][rows], R ∘ P
+  T* ds_tile;                               // [keys][rows]
+  T* cap_tile;                              // [keys][rows], the derivative of the softcap
+  T* key_rows;                              // [keys][D], converted or spread
+  Factor* key_lines;                        // [keys][D], copied: in the same place
+  Factor* value_lines;                      // [keys][Dv], copied
   Rows<Factor> key_factors, value_factors;  // of the block
-  Rows<T> key;                         // the same, if factors are numbers
+  Rows<T> key;                              // the same, if factors are numbers
   T* score_gradients = nullptr;        // dS of all keys that the rows see, if it is made before
   KeyRange copied{0, 0};               // keys that load_keys made copies of
   Rows<T> copied_keys, copied_values;  // from copied.begin on
@@ -251,9 +269,9 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     T* const to = of_key(score_gradients, first_key + range.begin) + first_row;
     grads = of_key(grads, first_key + range.begin) + first_row;
     if (!make_weights_beside<kCount>(first_row, range, partial, to)) {
-      multiply_block<kCount, /*kScaled=*/!Scores::kScales>(
-          count, Scores::depth(p.head_dim), key_factors.from(range.begin), query_t + first_row, kRows,
-          p.scale, to, ahead);
+      multiply_block<kCount, /*kScaled=*/!Scores::kScales, /*kOfWeights=*/true>(
+          count, Scores::depth(p.head_dim), key_factors.from(range.begin), query_t + first_row,
+          kRows, p.scale, to, ahead);
       Base::template to_weights<kCount, typename Scores::Exp>(first_key, offset, count,
                                                               first_vector, to);
     }
@@ -280,9 +298,9 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
         count, Scores::depth(p.head_dim), key_factors.from(range.begin), query_t + first_row, kRows,
         p.scale, p_tile + first, ahead);
     if (!of_weights) {
-      multiply_block<kCount, /*kScaled=*/false>(count, Scores::depth(p.value_dim),
-                                                value_factors.from(range.begin), grad_out_t + first_row,
-                                                kRows, T(1), ds_tile + first, ahead);
+      multiply_block<kCount, /*kScaled=*/false>(
+          count, Scores::depth(p.value_dim), value_factors.from(range.begin),
+          grad_out_t + first_row, kRows, T(1), ds_tile + first, ahead);
     }
     Base::template softmax_backward<kCount, typename Scores::Exp>(
         first_key, static_cast<int>(range.begin), count, first_vector, partial, p_tile + first,
@@ -295,16 +313,15 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   bool weighs_beside(int keys, bool partial) const {
     const bool plain = !partial && p.softcap == T(0) && !mask.has_bias(p) &&
                        p.alibi_slopes.data == nullptr && p.dropout.threshold == 0;
-    return plain && keys % kMostRowsBeside == 0 &&
-           Scores::depth(p.head_dim) <= kDepthAtATime &&
+    return plain && keys % kMostRowsBeside == 0 && Scores::depth(p.head_dim) <= kDepthAtATime &&
            Scores::depth(p.value_dim) <= kDepthAtATime;
   }
 
   /// P and dS as softmax_backward makes them, but S and dP are not stored.
   template <int kCount>
   QKV_ONE_COPY void weigh_beside(int first_row, int64_t first, int keys, T* weights, T* gradients) {
-    weights_beside<kCount>(first_row, key_factors.from(first), keys, weights);
-    multiply_with_work<kCount>(
+    weights_beside<kCount, /*kOfWeights=*/false>(first_row, key_factors.from(first), keys, weights);
+    multiply_with_work<kCount, /*kOfWeights=*/false>(
         keys, p.value_dim, value_factors.from(first),
         grad_out_t + first_row, [&](int64_t at, int v, auto& x) __attribute__((always_inline)) {
           const auto delta = S::load(Base::delta + first_row + v * S::kWidth);
@@ -319,15 +336,16 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     const int count = static_cast<int>(range.end - range.begin);
     if constexpr (Scores::kWeighsBeside) {
       if (!weighs_beside(count, partial)) return false;
-      weights_beside<kCount>(first_row, key_factors.from(range.begin), count, weights);
+      weights_beside<kCount, /*kOfWeights=*/true>(first_row, key_factors.from(range.begin), count,
+                                                  weights);
       return true;
     }
     return false;
   }
 
-  template <int kCount>
+  template <int kCount, bool kOfWeights>
   QKV_INLINE void weights_beside(int first_row, Rows<Factor> lines, int keys, T* weights) {
-    multiply_with_work<kCount>(
+    multiply_with_work<kCount, kOfWeights>(
         keys, p.head_dim, lines,
         query_t + first_row, [&](int64_t at, int v, auto& x) __attribute__((always_inline)) {
           const int row = first_row + v * S::kWidth;
@@ -344,7 +362,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
 
   /// work(at, v, x) gets what two keys and a vector of rows were multiplied to, and where that is
   /// in a tile.
-  template <int kCount, class Work>
+  template <int kCount, bool kOfWeights, class Work>
   QKV_INLINE void multiply_with_work(int keys, int64_t width, Rows<Factor> lines,
                                      const Factor* columns, Work work) {
     product_with_work<Factor, kCount>(
@@ -352,8 +370,8 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
         [](auto&) __attribute__((always_inline)){},
         [&](int64_t key, auto v, auto& x) __attribute__((always_inline)) {
           if (v() == 0) {
-            ahead.fetch_next();
-            ahead.fetch_next();
+            kOfWeights ? ahead.fetch_next_of_weights() : ahead.fetch_next();
+            kOfWeights ? ahead.fetch_next_of_weights() : ahead.fetch_next();
           }
           work(key * kRows + v() * S::kWidth, v(), x);
         });

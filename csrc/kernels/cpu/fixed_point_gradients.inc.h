@@ -22,7 +22,8 @@
 // Steps and powers depend on all rows of the tile and keys of the block. So only those go this way
 // of which all pairs are kept, and matrices in whose columns the largest numbers are zeros or from
 // 2^-60 to 2^60; all others are multiplied in float32. So is what has a value dim above 128: dS
-// grow with it, and with them what their rounding does to dQ and dK.
+// grow with it, and with them what their rounding does to dQ and dK. And heads of few rows, for
+// which K is not worth being made integers.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -146,7 +147,7 @@ class FixedPointGradients : FixedPoint {
   static constexpr int kRows = Work::kRows;
   static constexpr int kWidth = S::kWidth;
   static_assert(kRows <= kMostTerms && kBackwardBlockKeys <= kMostTerms);
-  static constexpr int64_t kMostValueDim = 128;
+  static constexpr int64_t kMostValueDim = 128, kLeastRows = 13;
 
   static int64_t scratch_numbers(const Problem<float>& p) {
     return InNumbers::scratch_numbers(p) + FixedPointMatrix::scratch_numbers(p.head_dim) +
@@ -188,7 +189,7 @@ class FixedPointGradients : FixedPoint {
     first_key_ = first_key;
     count_ = count;
     fixes_value_ = fixes_key_ = fixes_query_ = false;
-    if (partial || p_.value_dim > kMostValueDim) return;
+    if (partial || p_.value_dim > kMostValueDim || rows_of_kv_head(p_) < kLeastRows) return;
     if (!has_rows_) pack_rows();
     fixes_value_ = needs_value_ && grad_out_.is_fixed;
     fixes_key_ = needs_key_ && query_.is_fixed;
@@ -215,12 +216,15 @@ class FixedPointGradients : FixedPoint {
     in_numbers_.add_to_keys(of_key, of_value);
   }
 
-  void add_to_rows(Sums<float> grad_query_t) {
-    if (!fixes_query_) return in_numbers_.add_to_rows(grad_query_t);
+  void add_to_rows(Sums<float> grad_query) {
+    if (!fixes_query_) return in_numbers_.add_to_rows(grad_query);
+    if constexpr (kVectors < kBackwardVectors) {
+      if (sums_query_by_rows(p_)) return add_by_rows(grad_query);
+    }
     work_.seen.for_each_part([&](int first_vector, auto vectors, KeyRange) {
       constexpr int kCount = vectors();
       const int r = first_vector * kWidth;
-      const Sums<float> sums = grad_query_t.from(0, r);
+      const Sums<float> sums = grad_query.from(0, r);
       const float *steps = step_of_row_ + r, *of_columns = key_.of_columns;
       with_constant(sums.has_any, [&](auto adds) {
         constexpr bool kAdds = adds() != 0;
@@ -414,6 +418,29 @@ class FixedPointGradients : FixedPoint {
             }));
       });
     });
+  }
+
+  /// Rounded as above.
+  void add_by_rows(Sums<float> grad_query) const {
+    for_each_columns<Int16Pair>(
+        round_up_to_vector<float>(p_.head_dim), [&](int64_t d, auto vectors, auto together) {
+          constexpr int kCount = vectors(), kTogether = together();
+          const Sums<float> columns = grad_query.from(0, d);
+          const float *steps = step_of_row_, *of_columns = key_.of_columns + d;
+          with_constant(columns.has_any, [&](auto adds) {
+            constexpr bool kAdds = adds() != 0;
+            tile_product<Int16Pair, kTogether, kCount>(
+                0, work_.tile.rows, (count_ + 1) / 2, gradients_in_lanes_, UnitStride{}, kRows,
+                key_.pairs + d, key_.row,
+                [](int64_t, int) __attribute__((always_inline)) { return Pairs::zero(); },
+                each_vector([=](int64_t r, int v, Pairs::Number x) __attribute__((always_inline)) {
+                  const auto product = rounded_product(
+                      of_numbers(x, S::load(of_columns + v * kWidth)), S::set(steps[r]));
+                  float* to = columns.first + r * columns.row + v * kWidth;
+                  S::store(to, kAdds ? S::load(to) + product : product);
+                }));
+          });
+        });
   }
 
   static QKV_INLINE __m512 of_numbers(Pairs::Number sum, __m512 of_column) {

@@ -14,6 +14,7 @@
 //
 //     P, dS  keys [ rows -> ]   x   dO, Q  rows [ D -> ]     =   dV, dK  keys [ D -> ]
 //     Kᵀ       D  [ keys -> ]   x   dS     keys [ rows -> ]  =   dQᵀ       D [ rows -> ]
+//     dSᵀ   rows  [ keys -> ]   x   K      keys [ D -> ]     =   dQ     rows [ D -> ]   of few rows
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -63,7 +64,8 @@ class GradientProducts {
   static constexpr int kRows = Work::kRows;
 
   static int64_t scratch_numbers(const Problem<T>& p) {
-    const int64_t keys = Scores::kInNumbers ? 0 : kBackwardBlockKeys;
+    const bool copies = !Scores::kInNumbers || (sums_query_by_rows(p) && !has_whole_vectors(p));
+    const int64_t keys = copies ? kBackwardBlockKeys : 0;
     return (kRows + keys) * spread_row<T>(p.head_dim) + kRows * spread_row<T>(p.value_dim);
   }
 
@@ -125,26 +127,52 @@ class GradientProducts {
     });
   }
 
-  /// Adds to dQᵀ[D][rows] of the tile, without the scale, or writes it if there is none yet.
-  void add_to_rows(Sums<T> grad_query_t) {
+  /// Adds to dQ of the tile, without the scale, or writes it if there is none yet.
+  void add_to_rows(Sums<T> grad_query) {
     const Rows<T> key = numbers_of_key();
-    if (partial_ && !all_finite<T>(key.first, key.stride, count_, p_.head_dim)) {
-      multiply_add_kept_keys<T, kVectors>(count_, p_.head_dim, key.first, key.stride, work_.ds_tile,
-                                          work_.mask.bits, grad_query_t.first);
-      return;
+    const bool leaves_out = partial_ && !all_finite<T>(key.first, key.stride, count_, p_.head_dim);
+    if constexpr (kVectors < kBackwardVectors) {
+      if (sums_query_by_rows(p_)) {
+        if (!leaves_out) return add_by_rows(key, grad_query);
+        return multiply_add_kept_keys_by_rows<T, kRows>(work_.tile.rows, count_, p_.head_dim,
+                                                        key.first, key.stride, work_.ds_tile,
+                                                        work_.mask.bits, grad_query);
+      }
+    }
+    if (leaves_out) {
+      return multiply_add_kept_keys<T, kVectors>(count_, p_.head_dim, key.first, key.stride,
+                                                 work_.ds_tile, work_.mask.bits, grad_query.first);
     }
     work_.seen.for_each_part([&](int first_vector, auto vectors, KeyRange seen) {
       const int64_t r = first_vector * S::kWidth;
       multiply_add<T, vectors()>(
           p_.head_dim, seen.end - seen.begin, key.first + seen.begin * key.stride, UnitStride{},
-          key.stride, work_.ds_tile + seen.begin * kRows + r, kRows, grad_query_t.from(0, r));
+          key.stride, work_.ds_tile + seen.begin * kRows + r, kRows, grad_query.from(0, r));
     });
   }
 
  private:
+  static bool has_whole_vectors(const Problem<T>& p) { return p.head_dim % S::kWidth == 0; }
+
+  void add_by_rows(const Rows<T>& key, Sums<T> grad_query) const {
+    work_.seen.for_each_rows([&](int r, int rows, KeyRange seen) {
+      for_each_columns<T>(
+          round_up_to_vector<T>(p_.head_dim), [&](int64_t d, auto vectors,
+                                                  auto together) __attribute__((always_inline)) {
+            multiply_add<T, vectors(), together()>(
+                rows, seen.end - seen.begin, work_.ds_tile + seen.begin * kRows + r, UnitStride{},
+                kRows, key.first + seen.begin * key.stride + d, key.stride, grad_query.from(r, d));
+          });
+    });
+  }
+
   Rows<T> numbers_of_key() const {
     if constexpr (Scores::kInNumbers) {
-      return spread_rows<T>(work_.key, count_, p_.head_dim, work_.key_rows);
+      const Rows<T> key = spread_rows<T>(work_.key, count_, p_.head_dim, work_.key_rows);
+      // A vector of columns must not reach beyond the last key of a tensor.
+      const bool is_copy = key.first != work_.key.first || p_.key_value_storage != Storage::kSame;
+      if (is_copy || has_whole_vectors(p_) || !sums_query_by_rows(p_)) return key;
+      return copy_rows<T>(key.first, key.stride, count_, p_.head_dim, packed_key_);
     } else {
       return rows_of_block(work_.tile, p_.key, p_.key_value_storage, first_key_, count_,
                            p_.head_dim, packed_key_);
@@ -168,7 +196,7 @@ class GradientProducts {
   bool needs_key_, needs_value_;
   T* packed_query_;     // [rows][D]
   T* packed_grad_out_;  // [rows][Dv]
-  T* packed_key_;       // [keys][D], unless `work` has numbers
+  T* packed_key_;       // [keys][D], unless `work` has numbers that will do
   Rows<T> query_{}, grad_out_{};
   bool knows_finite_ = false, rows_finite_ = false;
   int64_t first_key_ = 0;  // of the block

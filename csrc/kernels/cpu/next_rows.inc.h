@@ -121,8 +121,13 @@ inline NextRowsOfTile next_rows_of_tile(const RowTile<kRows>& tile, const Operan
                                         Storage storage, int64_t width, int64_t first = 0) {
   const int64_t bytes = storage == Storage::kSame ? sizeof(Number) : 2;
   const int64_t offset = tile.batch.offset(x.batch_stride) + first;
-  return {tile.head, tile.query, reinterpret_cast<const char*>(x.data) + offset * bytes,
-          x.head_stride * bytes, x.row_stride * bytes, width * bytes, tile.rows};
+  return {tile.head,
+          tile.query,
+          reinterpret_cast<const char*>(x.data) + offset * bytes,
+          x.head_stride * bytes,
+          x.row_stride * bytes,
+          width * bytes,
+          tile.rows};
 }
 
 using LinesOfTile = LinesAhead<NextRowsOfTile>;

@@ -52,6 +52,23 @@ inline void multiply_add_kept_keys(int64_t keys, int64_t width, const T* a, int6
   }
 }
 
+/// c[r][d] += the same, of the tile's first `rows`
+template <class T, int kRows>
+inline void multiply_add_kept_keys_by_rows(int64_t rows, int64_t keys, int64_t width, const T* a,
+                                           int64_t a_row, const T* b, const uint8_t* bits,
+                                           Sums<T> c) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t d = 0; d < width; ++d) {
+      T sum = T(0);
+      for (int64_t n = 0; n < keys; ++n) {
+        if ((bits[n / 8 * kRows + r] >> (n % 8) & 1) == 0) continue;
+        sum = Simd<T>::fma(a[n * a_row + d], b[n * kRows + r], sum);
+      }
+      c.first[r * c.row + d] += sum;
+    }
+  }
+}
+
 /// c[n][d] += sum over the rows r that keep key n of a[n][r] · b[r][d]; rows of c have
 /// `width` numbers, whole vectors
 template <class T, int kRows>

@@ -63,8 +63,19 @@ class SeenKeys {
     }
   }
 
-  /// The same, but keys that the same vectors see together: products that add to nothing are cut
-  /// into fewer pieces so.
+  /// f(first row, rows, keys): those of the vectors that see the same keys together.
+  template <class F>
+  QKV_INLINE void for_each_rows(F f) const {
+    for (int v = 0, end; v < vectors_; v = end) {
+      end = v + 1;
+      while (end < vectors_ && same(keys_[end], keys_[v])) ++end;
+      const int first = v * kWidth, end_row = end * kWidth < rows_ ? end * kWidth : rows_;
+      if (first < end_row && !keys_[v].empty()) f(first, end_row - first, keys_[v]);
+    }
+  }
+
+  /// Vectors that see the same keys, but keys that the same vectors see together: products that add
+  /// to nothing are cut into fewer pieces so.
   template <class F>
   QKV_INLINE void for_each_piece(int count, F f) const {
     for_each_strip_of_vectors(
