@@ -35,7 +35,7 @@ void run_weights_backward(const Operands& x, const Tensor& grad_weights, const T
 
   backward.minus_dots = static_cast<T*>(minus_delta.data_ptr());
   backward.grad_lse = backward.minus_dots;
-  if (backward_kernels_of_rows_for(backward.problem).score_gradients == nullptr) {
+  if (!makes_minus_dots(backward_kernels_of_rows_for(backward.problem), backward.problem)) {
     kernels::WeightsParams<T> weights{};
     weights.forward.problem = backward.problem;
     weights.grad = backward.grad_weights;

@@ -51,8 +51,7 @@ void backward_pass(kernels::BackwardParams<T> backward, const Operands& x, const
     lse->set_lse(backward);
   }
   const kernels::BackwardParams<T> for_mask = backward;
-  const bool of_weights =
-      backward.grad_weights.data != nullptr && of_splits.score_gradients != nullptr;
+  const bool of_weights = backward.grad_weights.data != nullptr && makes_minus_dots(of_splits, p);
   // A unit that has all keys needs no memory for dS of other tiles than its own.
   const int64_t least = of_weights ? 1 : of_splits.least_units(backward);
   if (needs[3] && splits_may_add_to_mask(backward, Split::kKeys, backward.splits)) {

@@ -63,6 +63,13 @@ const kernels::BackwardKernels<T>& backward_kernels_of_rows_for(
   return of_few_rows != nullptr ? *of_few_rows : backward_kernels_for(problem);
 }
 
+/// Whether that makes minus_dots of a backward of weights.
+template <class T>
+bool makes_minus_dots(const kernels::BackwardKernels<T>& kernels,
+                      const kernels::Problem<T>& problem) {
+  return kernels.score_gradients_size != nullptr && kernels.score_gradients_size(problem) > 0;
+}
+
 template <class T>
 const kernels::TangentKernels<T>& tangent_kernels_for(const kernels::Problem<T>& problem) {
   if constexpr (sizeof(T) == sizeof(float)) {

@@ -187,6 +187,36 @@ TEST(Invariance, Weights) {
   at::set_num_threads(before);
 }
 
+/// Whether splits add to the mask's gradient, and so how blocks at the edge of a causal mask are
+/// cut, depends on the number of threads.
+TEST(Invariance, WeightsOfFewKeys) {
+  const int before = at::get_num_threads();
+  for (const auto dtype : {torch::kDouble, torch::kFloat, torch::kBFloat16}) {
+    const Tensor q = torch::randn({4, 300, 40}, dtype), k = torch::randn({4, 300, 40}, dtype),
+                 grad = torch::randn({4, 300, 300}, dtype), mask = torch::randn({300, 300}, dtype);
+    const auto run = [&](const at::indexing::Slice& heads) {
+      const Tensor x = q.index({heads}).clone().requires_grad_(),
+                   y = k.index({heads}).clone().requires_grad_(), z = mask.clone().requires_grad_();
+      const auto options = qkv::AttentionOptions().is_causal(true).attn_mask(z);
+      const Tensor weights = qkv::attention_weights(x, y, options);
+      auto gradients = torch::autograd::grad({weights}, {x, y, z}, {grad.index({heads})});
+      if (x.size(0) < q.size(0)) gradients.pop_back();  // a sum over other heads
+      return Results{gradients};
+    };
+    at::set_num_threads(1);
+    const Results expected = run({});
+    for (int threads : {1, 2, 3, 5, 16}) {
+      at::set_num_threads(threads);
+      EXPECT_TRUE(run({}) == expected) << threads << " threads";
+      Results of_last = expected;
+      of_last.tensors.pop_back();
+      for (Tensor& x : of_last.tensors) x = x.slice(0, 3);
+      EXPECT_TRUE(run({3, 4}) == of_last) << threads << " threads";
+    }
+  }
+  at::set_num_threads(before);
+}
+
 /// With few threads a unit of the backward takes several of the ranges that keys are cut into.
 TEST(Invariance, BackwardOfManyKeys) {
   const int before = at::get_num_threads();

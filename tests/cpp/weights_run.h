@@ -40,7 +40,7 @@ class WeightsRun {
     const BackwardKernels<T>& of_rows = forward.has_scores_of_derivatives(params.forward.problem)
                                             ? backward
                                             : *forward.few_rows_backward;
-    if (of_rows.score_gradients == nullptr) {
+    if (!makes_minus_dots(of_rows, params.forward.problem)) {
       params.dots = dots_.data();
       run(forward, params);
     }
@@ -185,6 +185,10 @@ class WeightsRun {
     }
   }
 
+  static bool makes_minus_dots(const BackwardKernels<T>& kernels, const Problem<T>& p) {
+    return kernels.score_gradients_size != nullptr && kernels.score_gradients_size(p) > 0;
+  }
+
   void run_backward(const WeightsParams<T>& params, int64_t splits,
                     const BackwardKernels<T>& kernels) {
     BackwardParams<T> b{};
@@ -205,7 +209,8 @@ class WeightsRun {
     const auto scratch = memory(kernels.backward_scratch_bytes(b));
     const int64_t tiles = kernels.backward_row_tiles(b.problem);
     std::unique_ptr<void, Unmap> score_gradients;
-    if (splits > 1 && kernels.score_gradients != nullptr) {
+    const bool makes_dots = makes_minus_dots(kernels, b.problem);
+    if (splits > 1 && makes_dots) {
       score_gradients = memory(s_.kv_heads * kernels.score_gradients_size(b.problem) * sizeof(T));
       b.score_gradients_of_tiles = static_cast<T*>(score_gradients.get());
       for (int64_t unit = 0; unit < s_.kv_heads * tiles; ++unit) {
@@ -215,7 +220,7 @@ class WeightsRun {
     for (int64_t unit = 0; unit < s_.kv_heads * splits; ++unit) {
       kernels.backward(b, 0, unit, scratch.get());
     }
-    if (kernels.score_gradients != nullptr) {
+    if (makes_dots) {
       for (size_t row = 0; row < dots_.size(); ++row) dots_[row] = -minus_delta[row];
     }
     for (int64_t unit = 0; splits > 1 && unit < s_.kv_heads * tiles; ++unit) {

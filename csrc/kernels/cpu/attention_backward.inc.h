@@ -183,11 +183,10 @@ class BackwardUnit {
     }
     work_.ahead.begin_tile(params_, work_.tile, t + 1 < tiles ? &next_tile_ : nullptr,
                            is_head && needs_query);
-    if (params_.grad_weights.data != nullptr) {
-      if (params_.score_gradients_of_tiles == nullptr) {
-        make_score_gradients(work_, own_score_gradients_);
-      } else {
-        work_.score_gradients = score_gradients_of_tile(params_, head_ * tiles + t);
+    if (own_score_gradients_size(params_) > 0) {
+      work_.score_gradients = score_gradients_of_tile(params_, head_ * tiles + t);
+      if (work_.score_gradients == nullptr) {
+        make_score_gradients<Work, T>(work_, own_score_gradients_, nullptr);
       }
     }
     // The first part is where the sum is to be, others lie one after the other.

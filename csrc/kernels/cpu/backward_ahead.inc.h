@@ -39,26 +39,26 @@ class BackwardAhead {
   /// While weights of a tile are made: what came for those of the next keys.
   template <class T, int kRows>
   void begin_weights(const BackwardParams<T>& params, const RowTile<kRows>& tile, KeyRange keys) {
+    of_weights_ = {};
+    if (keys.empty()) return;
     of_weights_ = LinesAhead<NextRowsOfTile, 2>(
         next_rows_of_tile(tile, params.grad_weights, params.problem.key_value_storage,
                           keys.end - keys.begin, keys.begin));
   }
 
-  /// With each key of a product.
+  /// With each key of a product, of one that makes weights too.
+  template <bool kOfWeights = false>
   QKV_INLINE void fetch_next() {
+    if constexpr (kOfWeights) {
+      constexpr int kLines = 3;  // those of 96 keys in float32 are 6, and a tile has two pieces
+      for (int i = 0; i < kLines; ++i) of_weights_.fetch_next();
+    }
     if (calls_left_ == 0) return;  // else looking at each list takes 1 % of the time
     --calls_left_;
     const unsigned turn = turn_++ % 2;  // two of the four lists at a time
     of_tiles_[turn].fetch_next();
     of_tiles_[turn + 2].fetch_next();
     for (auto& lines : of_keys_) lines.fetch_next();
-  }
-
-  /// With each key of a product that makes weights.
-  QKV_INLINE void fetch_next_of_weights() {
-    constexpr int kLines = 3;  // those of 96 keys in float32 are 6, and a tile has two pieces
-    fetch_next();
-    for (int i = 0; i < kLines; ++i) of_weights_.fetch_next();
   }
 
  private:

@@ -123,13 +123,13 @@ struct BackwardRows {
     });
   }
 
-  /// scores: S -> P, also of pairs that are not kept. For the keys and vectors of softmax_backward.
+  /// scores: S -> P, also of pairs that are not kept. For the keys and vectors of softmax_backward;
+  /// not with a softcap.
   template <int kCount, class Exp>
   QKV_ONE_COPY void to_weights(int64_t first_key, int offset, int keys, int first_vector,
                                T* scores) const {
     const ScoreRows<T, kCount, kRows> rows(p, mask, alibi, first_key + offset, offset, first_vector,
                                            TileState::kFull);
-    rows.cap(keys, scores);
     rows.bias(keys, scores);
     for (int v = 0; v < kCount; ++v) {
       const RowNumbers numbers = numbers_of(first_vector + v);
@@ -142,14 +142,16 @@ struct BackwardRows {
     }
   }
 
-  /// dots[row] += <dW, P> for the pairs that are kept: of others both may be anything.
+  /// dots[row] += <dW, P> for the pairs that are kept: of others both may be anything. Pieces of a
+  /// block go on with the sums of those before, so that these do not depend on how it is cut.
   template <int kCount>
   QKV_ONE_COPY void add_dots(int offset, int keys, int first_vector, bool partial, const T* weights,
                              const T* grads, T* dots) const {
     with_constant(partial, [&](auto masked) {
       for (int v = 0; v < kCount; ++v) {
         const int at = v * S::kWidth;
-        auto sum = S::zero();
+        T* const to = dots + first_vector * S::kWidth + at;
+        auto sum = S::load(to);
         for (int k = 0; k < keys; ++k) {
           auto weight = S::load(weights + k * kRows + at), grad = S::load(grads + k * kRows + at);
           if constexpr (masked() != 0) {
@@ -159,8 +161,7 @@ struct BackwardRows {
           }
           sum = S::fma(weight, grad, sum);
         }
-        T* const to = dots + first_vector * S::kWidth + at;
-        S::store(to, S::load(to) + sum);
+        S::store(to, sum);
       }
     });
   }

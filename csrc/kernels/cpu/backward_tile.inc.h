@@ -80,9 +80,7 @@ QKV_ONE_COPY void multiply_block(int64_t keys, int64_t depth, Rows<Factor> lines
                                  BackwardAhead& ahead) {
   multiply_lines<kVectors, kScaled>(
       keys, depth, lines, columns, row, /*add=*/false, scale,
-      c, [&]() __attribute__((always_inline)) {
-        kOfWeights ? ahead.fetch_next_of_weights() : ahead.fetch_next();
-      });
+      c, [&]() __attribute__((always_inline)) { ahead.fetch_next<kOfWeights>(); });
 }
 
 /// What one tile of rows and one block of keys need, in both backward kernels.
@@ -93,16 +91,17 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   using Base = BackwardRows<T, kVectors>;
   using Base::alibi, Base::kRows, Base::mask, Base::p, Base::params, Base::stays, Base::tile;
   using S = Simd<T>;
-  Factor* query_t;                          // [D][rows]
-  Factor* grad_out_t;                       // [Dv][rows]
-  T* p_tile;                                // [keys][rows], R ∘ P
-  T* ds_tile;                               // [keys][rows]
-  T* cap_tile;                              // [keys][rows], the derivative of the softcap
-  T* key_rows;                              // [keys][D], converted or spread
-  Factor* key_lines;                        // [keys][D], copied: in the same place
-  Factor* value_lines;                      // [keys][Dv], copied
-  Rows<Factor> key_factors, value_factors;  // of the block
-  Rows<T> key;                              // the same, if factors are numbers
+  Factor* query_t;                     // [D][rows]
+  Factor* grad_out_t;                  // [Dv][rows]
+  T* p_tile;                           // [keys][rows], R ∘ P
+  T* ds_tile;                          // [keys][rows]
+  T* cap_tile;                         // [keys][rows], the derivative of the softcap
+  T* key_rows;                         // [keys][D], converted or spread
+  Factor* key_lines;                   // [keys][D], copied: in the same place
+  Factor* value_lines;                 // [keys][Dv], copied
+  Rows<Factor> key_factors;            // of the block
+  Rows<Factor> value_factors;          // of the block
+  Rows<T> key;                         // of the block, if factors are numbers
   T* score_gradients = nullptr;        // dS of all keys that the rows see, if it is made before
   KeyRange copied{0, 0};               // keys that load_keys made copies of
   Rows<T> copied_keys, copied_values;  // from copied.begin on
@@ -136,6 +135,8 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     mask.bits = reinterpret_cast<uint8_t*>(lines);
     stays = mask.bits + kBackwardBlockKeys / 8 * kRows;
     end_of_scratch = scratch + scratch_numbers(p);
+    // Read, and not used, where P and dS are rounded.
+    if (params.grad_weights.data != nullptr) set_to_zero(p_tile, kBackwardBlockKeys * kRows);
   }
 
   /// Of copies of so many keys and their values, if they are multiplied in numbers and several
@@ -181,7 +182,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     const TileState state = see_block(first_key, count);
     if (state == TileState::kEmpty) return state;
     load_lines(first_key, count);
-    if (score_gradients != nullptr && p.softcap == T(0)) {
+    if (score_gradients != nullptr) {
       ds_tile = of_key(score_gradients, first_key);
       return state;
     }
@@ -199,10 +200,12 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     load_lines(first_key, count);
     const KeyRange next{first_key + count, first_key + count + kBackwardBlockKeys};
     ahead.begin_weights(params, tile, next.intersection(Base::keys_of_rows()));
+    alignas(64) T of_block[kRows] = {};
     seen.for_each_piece(count, [&](int first_vector, auto vectors, KeyRange keys) {
       load_weights_of_piece<vectors()>(first_vector, first_key, keys, state == TileState::kPartial,
-                                       grads, dots);
+                                       grads, of_block);
     });
+    for (int r = 0; r < kRows; ++r) dots[r] += of_block[r];
   }
 
   /// Then these become dS.
@@ -370,8 +373,8 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
         [](auto&) __attribute__((always_inline)){},
         [&](int64_t key, auto v, auto& x) __attribute__((always_inline)) {
           if (v() == 0) {
-            kOfWeights ? ahead.fetch_next_of_weights() : ahead.fetch_next();
-            kOfWeights ? ahead.fetch_next_of_weights() : ahead.fetch_next();
+            ahead.fetch_next<kOfWeights>();
+            ahead.fetch_next<kOfWeights>();
           }
           work(key * kRows + v() * S::kWidth, v(), x);
         });

@@ -22,8 +22,8 @@
 // Steps and powers depend on all rows of the tile and keys of the block. So only those go this way
 // of which all pairs are kept, and matrices in whose columns the largest numbers are zeros or from
 // 2^-60 to 2^60; all others are multiplied in float32. So is what has a value dim above 128: dS
-// grow with it, and with them what their rounding does to dQ and dK. And heads of few rows, for
-// which K is not worth being made integers.
+// grow with it, and with them what their rounding does to dQ and dK. And heads of up to 12 rows,
+// for which K is not worth being made integers.
 
 namespace qkv::kernels::QKV_ISA {
 

@@ -54,8 +54,8 @@ struct BackwardKernels {
   void (*sum_grad_query)(const BackwardParams<T>&, int64_t first_head, int64_t unit, void* scratch);
 
   // Of a backward of weights: minus_dots and dS before `backward`, which else makes them itself. So
-  // many numbers for each key/value head; units are the tiles of rows of all heads. Or nullptr: it
-  // makes dS alone, and minus_dots come from ForwardKernels::weights.
+  // many numbers for each key/value head; units are the tiles of rows of all heads. If there are
+  // none, or nullptr, it makes dS alone, and minus_dots come from ForwardKernels::weights.
   int64_t (*score_gradients_size)(const Problem<T>&);
   void (*score_gradients)(const BackwardParams<T>&, int64_t unit, void* scratch);
 

@@ -63,18 +63,7 @@ class SeenKeys {
     }
   }
 
-  /// f(first row, rows, keys): those of the vectors that see the same keys together.
-  template <class F>
-  QKV_INLINE void for_each_rows(F f) const {
-    for (int v = 0, end; v < vectors_; v = end) {
-      end = v + 1;
-      while (end < vectors_ && same(keys_[end], keys_[v])) ++end;
-      const int first = v * kWidth, end_row = end * kWidth < rows_ ? end * kWidth : rows_;
-      if (first < end_row && !keys_[v].empty()) f(first, end_row - first, keys_[v]);
-    }
-  }
-
-  /// Vectors that see the same keys, but keys that the same vectors see together: products that add
+  /// The same, but keys that the same vectors see together: products that add
   /// to nothing are cut into fewer pieces so.
   template <class F>
   QKV_INLINE void for_each_piece(int count, F f) const {
@@ -96,6 +85,17 @@ class SeenKeys {
           const int first_row = first * kWidth, end_row = end * kWidth;
           f(keys, first_row, (end_row < rows_ ? end_row : rows_) - first_row);
         });
+  }
+
+  /// f(first row, rows, keys): rows whose vectors see the same keys.
+  template <class F>
+  QKV_INLINE void for_each_rows(F f) const {
+    for (int v = 0, end; v < vectors_; v = end) {
+      end = v + 1;
+      while (end < vectors_ && same(keys_[end], keys_[v])) ++end;
+      const int first = v * kWidth, end_row = end * kWidth < rows_ ? end * kWidth : rows_;
+      if (!keys_[v].empty()) f(first, end_row - first, keys_[v]);
+    }
   }
 
  private:

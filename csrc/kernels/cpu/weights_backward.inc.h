@@ -15,10 +15,10 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Numbers of a tile of rows. Blocks of keys begin with groups of eight.
+/// Numbers of a tile of rows; none with a softcap, whose derivative needs the scores again.
 template <class T>
 inline int64_t score_gradients_of_tile_size(const Problem<T>& p) {
-  return (p.keys + 8) * backward_vectors(p) * Simd<T>::kWidth;
+  return p.softcap == T(0) ? p.keys * backward_vectors(p) * Simd<T>::kWidth : 0;
 }
 
 template <class T>
@@ -26,26 +26,27 @@ inline int64_t score_gradients_size(const Problem<T>& p) {
   return backward_row_tiles(p) * score_gradients_of_tile_size(p);
 }
 
-/// Tiles count those of all heads.
+/// Where dS of a tile is to stay, nullptr if that is nowhere. Tiles count those of all heads.
 template <class T>
 inline T* score_gradients_of_tile(const BackwardParams<T>& params, int64_t tile) {
+  if (params.score_gradients_of_tiles == nullptr) return nullptr;
   return params.score_gradients_of_tiles + tile * score_gradients_of_tile_size(params.problem);
 }
 
-/// Of a unit of work: dS and dW of a tile.
+/// Of a unit of work: dW of a tile, and dS if that stays nowhere else.
 template <class T>
 inline int64_t own_score_gradients_size(const BackwardParams<T>& params) {
-  return params.grad_weights.data == nullptr ? 0 : 2 * score_gradients_of_tile_size(params.problem);
+  if (params.grad_weights.data == nullptr) return 0;
+  const int64_t tiles = params.score_gradients_of_tiles == nullptr ? 2 : 1;
+  return tiles * score_gradients_of_tile_size(params.problem);
 }
 
-/// delta and dS of the tile whose rows `work` has loaded. Own: own_score_gradients_size; dS goes
-/// there, unless it is to stay somewhere else.
-template <class Work>
-inline void make_score_gradients(Work& work, typename Work::T* own,
-                                 typename Work::T* score_gradients = nullptr) {
-  using T = typename Work::T;
-  T* const grads = own + score_gradients_of_tile_size(work.p);
-  work.score_gradients = score_gradients == nullptr ? own : score_gradients;
+/// delta and dS of the tile whose rows `work` has loaded. dS goes to `stays` or, if that is
+/// nullptr, to own_score_gradients_size numbers at `own`.
+template <class Work, class T>
+inline void make_score_gradients(Work& work, T* own, T* stays) {
+  T* const grads = own;
+  work.score_gradients = stays != nullptr ? stays : own + score_gradients_of_tile_size(work.p);
   const auto for_each_block_of_tile = [&](auto f) {
     for (int64_t split = 0; split < work.params.splits; ++split) {
       for_each_block(work.keys_of_rows().intersection(keys_of_split(work.params, split)),
@@ -69,10 +70,7 @@ inline void score_gradients(const BackwardParams<T>& params, int64_t unit, void*
     const int64_t tiles = backward_row_tiles(work.p);
     work.tile = RowTile<Work::kRows>::of_head(work.p, unit / tiles, unit % tiles);
     work.load_rows();
-    make_score_gradients(work, work.end_of_scratch,
-                         params.score_gradients_of_tiles == nullptr
-                             ? nullptr
-                             : score_gradients_of_tile(params, unit));
+    make_score_gradients(work, work.end_of_scratch, score_gradients_of_tile(params, unit));
   });
 }
 
