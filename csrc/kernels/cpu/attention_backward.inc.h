@@ -91,14 +91,14 @@ inline T* sum_of_units(const BackwardParams<T>& params, int64_t head, int64_t ti
 /// `zeros` has room for them.
 template <class T, int kRows>
 inline void put_grad_query(const BackwardParams<T>& params, const RowTile<kRows>& tile,
-                           const T* sums, T* zeros) {
+                           bool by_rows, const T* sums, T* zeros) {
   using S = Simd<T>;
   const Problem<T>& p = params.problem;
   if (sums == nullptr) {
     set_to_zero(zeros, grad_query_size(p));
     sums = zeros;
   }
-  if (sums_query_by_rows(p)) {
+  if (by_rows) {
     const int64_t row = round_up_to_vector<T>(p.head_dim);
     with_stored<T>(p.key_value_storage, [&](auto stored) {
       const auto rows = tile.template stored_rows_in<decltype(stored)>(params.grad_query);
@@ -136,10 +136,11 @@ class BackwardUnit {
         head_(first_head + unit / params.units),
         splits_(splits_of_unit(params, unit % params.units)),
         work_(params, static_cast<T*>(scratch), needs_whole_tile(params)),
-        gradients_(work_, work_.end_of_scratch) {
+        gradients_(work_, work_.end_of_scratch),
+        grad_query_size_(work_.query_by_rows ? grad_query_size(p_) : p_.head_dim * kRows) {
     own_score_gradients_ = work_.end_of_scratch + Gradients::scratch_numbers(p_);
     own_parts_ = own_score_gradients_ + own_score_gradients_size(params);
-    T* own = own_parts_ + kMostPartsOfUnit * grad_query_size(p_);
+    T* own = own_parts_ + kMostPartsOfUnit * grad_query_size_;
     for (int64_t split = splits_.begin; split < splits_.end; ++split) {
       const KeyRange keys = keys_of_split(params, split);
       const int64_t i = split - splits_.begin;
@@ -174,7 +175,7 @@ class BackwardUnit {
   }
 
   void add_tile(int64_t t, int64_t tiles) {
-    const int64_t size = grad_query_size(p_);
+    const int64_t size = grad_query_size_;
     const bool is_head = params_.units == 1;
     const bool needs_query = params_.grad_query.data != nullptr;
     if (work_.sees(keys_of_splits(params_, splits_))) {
@@ -206,14 +207,14 @@ class BackwardUnit {
       next = last + size;
     };
     const T* grad_query = sum_of_parts<T>(splits_.begin, splits_.end, size, part, added);
-    if (is_head && needs_query) put_grad_query(params_, work_.tile, grad_query, own_parts_);
+    if (is_head && needs_query)
+      put_grad_query(params_, work_.tile, work_.query_by_rows, grad_query, own_parts_);
   }
 
   /// dQ of the keys of a split goes to grad_query, if they are seen. Or, where that leaves the
   /// same bits, it is added to `before`, unless this is nullptr: then the result is true.
   bool add_split(int64_t split, T* grad_query, T* before) {
-    const int64_t size = grad_query_size(p_);
-    const bool by_rows = sums_query_by_rows(p_);
+    const bool by_rows = work_.query_by_rows;
     const int64_t row = by_rows ? round_up_to_vector<T>(p_.head_dim) : kRows;
     const RowTile<kRows>& tile = work_.tile;
     KeySums<T>& of_key = key_sums_[split - splits_.begin];
@@ -249,13 +250,15 @@ class BackwardUnit {
       const bool writes_all =
           !partial && (by_rows || params_.splits == 1 || tile.rows > kRows - S::kWidth);
       if (!has_grad_query && !writes_all) {
-        set_to_zero(grad_query, size);
+        set_to_zero(grad_query, grad_query_size_);
         has_grad_query = true;
       }
       gradients_.add_to_rows(Sums<T>{grad_query, row, has_grad_query});
       has_grad_query = true;
     });
-    if (needs_query && !range.empty() && !has_grad_query) set_to_zero(grad_query, size);
+    if (needs_query && !range.empty() && !has_grad_query) {
+      set_to_zero(grad_query, grad_query_size_);
+    }
     if (params_.slope_gradient_of_rows != nullptr) {
       T* of_rows = params_.slope_gradient_of_rows + split * p_.batch * p_.query_heads * p_.queries;
       for (int r = 0; r < tile.rows; ++r) of_rows[tile.scalar(p_, r)] = slope_gradient[r];
@@ -289,6 +292,7 @@ class BackwardUnit {
   int64_t end_of_fetched_ = 0;  // keys
   Work work_;
   Gradients gradients_;
+  int64_t grad_query_size_;
   T* own_score_gradients_;  // of weights, of a tile
   T* own_parts_;            // of dQ of a tile, kMostPartsOfUnit
   KeySums<T> key_sums_[kMostSplits], value_sums_[kMostSplits];
@@ -310,7 +314,7 @@ inline void sum_tile(const BackwardParams<T>& params, int64_t first_head, int64_
     return !seen.intersection(keys).empty();
   };
   const T* sum = sum_of_units(params, head, tiles, t, grad_query_size(p), has_part);
-  put_grad_query(params, tile, sum, static_cast<T*>(scratch));
+  put_grad_query(params, tile, sums_query_by_rows(p), sum, static_cast<T*>(scratch));
 }
 
 /// Units count those of first_head, then of the next head; partial_grad_query begins with

@@ -39,8 +39,9 @@ inline int64_t backward_row_tiles(const Problem<T>& problem) {
 /// whole vectors of columns, if an eighth fewer lanes are left empty so. Each sum is the same.
 template <class T>
 inline bool sums_query_by_rows(const Problem<T>& p) {
+  if (p.head_dim < 2 * Simd<T>::kWidth) return false;
   const int64_t rows = rows_of_kv_head(p), vectors = backward_vectors(p);
-  return vectors < kBackwardVectors && p.head_dim >= 2 * Simd<T>::kWidth &&
+  return vectors < kBackwardVectors &&
          8 * rows * round_up_to_vector<T>(p.head_dim) <= 7 * p.head_dim * vectors * Simd<T>::kWidth;
 }
 
@@ -108,6 +109,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   BackwardAhead ahead;                 // of the tile and the block
   T* end_of_scratch;
   bool whole;                  // nothing is left out: all of P and dS is written
+  bool query_by_rows;          // how dQ is summed
   SeenKeys<T, kVectors> seen;  // of the block
 
   static int64_t scratch_numbers(const Problem<T>& p) {
@@ -118,7 +120,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
   }
 
   BackwardTile(const BackwardParams<T>& backward, T* scratch, bool whole_tile = true)
-      : Base(backward), whole(whole_tile) {
+      : Base(backward), whole(whole_tile), query_by_rows(sums_query_by_rows(p)) {
     static_assert(sizeof(Factor) == sizeof(T));
     query_t = reinterpret_cast<Factor*>(scratch);
     grad_out_t = query_t + Scores::column_factors(p.head_dim, kRows);

@@ -219,7 +219,7 @@ class FixedPointGradients : FixedPoint {
   void add_to_rows(Sums<float> grad_query) {
     if (!fixes_query_) return in_numbers_.add_to_rows(grad_query);
     if constexpr (kVectors < kBackwardVectors) {
-      if (sums_query_by_rows(p_)) return add_by_rows(grad_query);
+      if (work_.query_by_rows) return add_by_rows(grad_query);
     }
     work_.seen.for_each_part([&](int first_vector, auto vectors, KeyRange) {
       constexpr int kCount = vectors();

@@ -132,7 +132,7 @@ class GradientProducts {
     const Rows<T> key = numbers_of_key();
     const bool leaves_out = partial_ && !all_finite<T>(key.first, key.stride, count_, p_.head_dim);
     if constexpr (kVectors < kBackwardVectors) {
-      if (sums_query_by_rows(p_)) {
+      if (work_.query_by_rows) {
         if (!leaves_out) return add_by_rows(key, grad_query);
         return multiply_add_kept_keys_by_rows<T, kRows>(work_.tile.rows, count_, p_.head_dim,
                                                         key.first, key.stride, work_.ds_tile,
@@ -171,7 +171,7 @@ class GradientProducts {
       const Rows<T> key = spread_rows<T>(work_.key, count_, p_.head_dim, work_.key_rows);
       // A vector of columns must not reach beyond the last key of a tensor.
       const bool is_copy = key.first != work_.key.first || p_.key_value_storage != Storage::kSame;
-      if (is_copy || has_whole_vectors(p_) || !sums_query_by_rows(p_)) return key;
+      if (is_copy || has_whole_vectors(p_) || !work_.query_by_rows) return key;
       return copy_rows<T>(key.first, key.stride, count_, p_.head_dim, packed_key_);
     } else {
       return rows_of_block(work_.tile, p_.key, p_.key_value_storage, first_key_, count_,
