@@ -126,9 +126,8 @@ struct BackwardParams {
   Operand<T> grad_value;
   // The keys are cut into `splits` ranges, which are shared out to `units` units of work: 1, 2, 4
   // or one for each. If a head has several units, each leaves its share of grad_query in
-  // partial_grad_query, [head in this wave][unit][row tile][D][row] (on a CPU, where a head has few
-  // rows, [row][D]). Shares are summed two and two,
-  // in the same order for any number of units.
+  // partial_grad_query, [head in this wave][unit][row tile][D][row] or, on a CPU, in some cases
+  // [row][D]. Shares are summed two and two, in the same order for any number of units.
   int64_t splits;
   int64_t units;
   T* partial_grad_query;  // nullptr when a head is one unit

@@ -14,7 +14,8 @@
 //
 //     P, dS  keys [ rows -> ]   x   dO, Q  rows [ D -> ]     =   dV, dK  keys [ D -> ]
 //     Kᵀ       D  [ keys -> ]   x   dS     keys [ rows -> ]  =   dQᵀ       D [ rows -> ]
-//     dSᵀ   rows  [ keys -> ]   x   K      keys [ D -> ]     =   dQ     rows [ D -> ]   of few rows
+//     or, of up to 48 rows, where that leaves fewer lanes empty (sums_query_by_rows):
+//     dSᵀ   rows  [ keys -> ]   x   K      keys [ D -> ]     =   dQ     rows [ D -> ]
 
 namespace qkv::kernels::QKV_ISA {
 

@@ -131,6 +131,7 @@ inline NextRowsOfTile next_rows_of_tile(const RowTile<kRows>& tile, const Operan
 }
 
 using LinesOfTile = LinesAhead<NextRowsOfTile>;
+
 template <int kRows, class Number>
 inline LinesOfTile lines_of_tile(const RowTile<kRows>& tile, const Operand<Number>& x,
                                  Storage storage, int64_t width) {

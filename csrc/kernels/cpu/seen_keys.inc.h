@@ -63,8 +63,8 @@ class SeenKeys {
     }
   }
 
-  /// The same, but keys that the same vectors see together: products that add
-  /// to nothing are cut into fewer pieces so.
+  /// The same, but keys that the same vectors see together: products that add to nothing are cut
+  /// into fewer pieces so.
   template <class F>
   QKV_INLINE void for_each_piece(int count, F f) const {
     for_each_strip_of_vectors(

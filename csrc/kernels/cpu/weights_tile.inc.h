@@ -9,7 +9,8 @@
 //
 // Scores come about as in forward_tile.inc.h. Those of all keys stay until their maximum and sum
 // are known, in memory of [keys][rows], as many numbers as the tile has weights; then each is
-// written once. Or, for a backward, which computes them again, only <grad, weights> of each row is.
+// written once. Or only <grad, weights> of each row is, for a backward that computes them again and
+// does not make that itself (weights_backward.inc.h).
 
 namespace qkv::kernels::QKV_ISA {
 
