@@ -184,11 +184,10 @@ class BackwardUnit {
     }
     work_.ahead.begin_tile(params_, work_.tile, t + 1 < tiles ? &next_tile_ : nullptr,
                            is_head && needs_query);
-    if (own_score_gradients_size(params_) > 0) {
-      work_.score_gradients = score_gradients_of_tile(params_, head_ * tiles + t);
-      if (work_.score_gradients == nullptr) {
-        make_score_gradients<Work, T>(work_, own_score_gradients_, nullptr);
-      }
+    if (takes_score_gradients(params_)) {
+      T* const made = score_gradients_of_tile(params_, head_ * tiles + t);
+      work_.score_gradients = made;
+      if (made == nullptr) make_score_gradients(work_, own_score_gradients_, made);
     }
     // The first part is where the sum is to be, others lie one after the other.
     T* const sum = is_head ? own_parts_ : params_.partial_grad_query + (unit_ * tiles + t) * size;
@@ -207,8 +206,9 @@ class BackwardUnit {
       next = last + size;
     };
     const T* grad_query = sum_of_parts<T>(splits_.begin, splits_.end, size, part, added);
-    if (is_head && needs_query)
+    if (is_head && needs_query) {
       put_grad_query(params_, work_.tile, work_.query_by_rows, grad_query, own_parts_);
+    }
   }
 
   /// dQ of the keys of a split goes to grad_query, if they are seen. Or, where that leaves the

@@ -137,7 +137,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
     mask.bits = reinterpret_cast<uint8_t*>(lines);
     stays = mask.bits + kBackwardBlockKeys / 8 * kRows;
     end_of_scratch = scratch + scratch_numbers(p);
-    // Read, and not used, where P and dS are rounded.
+    // Fixed-point gradients read it with dS, of which alone they make something then.
     if (params.grad_weights.data != nullptr) set_to_zero(p_tile, kBackwardBlockKeys * kRows);
   }
 
@@ -335,7 +335,7 @@ struct BackwardTile : BackwardRows<typename Scores::Number, kVectors> {
         });
   }
 
-  /// Or returns false.
+  /// P of a piece beside products; false, and nothing is done, where it is for passes to make.
   template <int kCount>
   QKV_ONE_COPY bool make_weights_beside(int first_row, KeyRange range, bool partial, T* weights) {
     const int count = static_cast<int>(range.end - range.begin);

@@ -164,6 +164,7 @@ class FixedPointGradients : FixedPoint {
         needs_query_(work.params.grad_query.data != nullptr),
         needs_key_(work.params.grad_key.data != nullptr),
         needs_value_(work.params.grad_value.data != nullptr),
+        may_fix_(p_.value_dim <= kMostValueDim && rows_of_kv_head(p_) >= kLeastRows),
         in_numbers_(work, scratch) {
     scratch += InNumbers::scratch_numbers(p_);
     query_ = FixedPointMatrix(p_.head_dim, scratch);
@@ -189,7 +190,7 @@ class FixedPointGradients : FixedPoint {
     first_key_ = first_key;
     count_ = count;
     fixes_value_ = fixes_key_ = fixes_query_ = false;
-    if (partial || p_.value_dim > kMostValueDim || rows_of_kv_head(p_) < kLeastRows) return;
+    if (partial || !may_fix_) return;
     if (!has_rows_) pack_rows();
     fixes_value_ = needs_value_ && grad_out_.is_fixed;
     fixes_key_ = needs_key_ && query_.is_fixed;
@@ -450,6 +451,7 @@ class FixedPointGradients : FixedPoint {
   const Work& work_;
   const Problem<float>& p_;
   bool needs_query_, needs_key_, needs_value_;
+  bool may_fix_;  // blocks of which all pairs are kept
   InNumbers in_numbers_;
   bool has_rows_ = false, has_rows_in_numbers_ = false;  // of the tile
   FixedPointMatrix query_, grad_out_;

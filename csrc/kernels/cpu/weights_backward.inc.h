@@ -15,15 +15,27 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-/// Numbers of a tile of rows; none with a softcap, whose derivative needs the scores again.
+/// Not with a softcap, whose derivative needs the scores again.
+template <class T>
+inline bool can_make_score_gradients(const Problem<T>& p) {
+  return p.softcap == T(0);
+}
+
+/// Numbers of a tile of rows.
 template <class T>
 inline int64_t score_gradients_of_tile_size(const Problem<T>& p) {
-  return p.softcap == T(0) ? p.keys * backward_vectors(p) * Simd<T>::kWidth : 0;
+  return can_make_score_gradients(p) ? p.keys * backward_vectors(p) * Simd<T>::kWidth : 0;
 }
 
 template <class T>
 inline int64_t score_gradients_size(const Problem<T>& p) {
   return backward_row_tiles(p) * score_gradients_of_tile_size(p);
+}
+
+/// Whether a backward takes dS that is made before.
+template <class T>
+inline bool takes_score_gradients(const BackwardParams<T>& params) {
+  return params.grad_weights.data != nullptr && can_make_score_gradients(params.problem);
 }
 
 /// Where dS of a tile is to stay, nullptr if that is nowhere. Tiles count those of all heads.
@@ -36,7 +48,7 @@ inline T* score_gradients_of_tile(const BackwardParams<T>& params, int64_t tile)
 /// Of a unit of work: dW of a tile, and dS if that stays nowhere else.
 template <class T>
 inline int64_t own_score_gradients_size(const BackwardParams<T>& params) {
-  if (params.grad_weights.data == nullptr) return 0;
+  if (!takes_score_gradients(params)) return 0;
   const int64_t tiles = params.score_gradients_of_tiles == nullptr ? 2 : 1;
   return tiles * score_gradients_of_tile_size(params.problem);
 }
