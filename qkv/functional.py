@@ -32,8 +32,12 @@ def _whole(name: str, x: Optional[int]) -> Optional[int]:
 
 
 def _window(window: Optional[tuple[int, int]]) -> Optional[tuple[int, int]]:
-    if isinstance(window, (tuple, list)) and any(isinstance(x, Tensor) for x in window):
-        return tuple(_whole("each number of window", x) for x in window)
+    numbers = window if isinstance(window, (tuple, list)) else (window,)
+    if any(isinstance(x, float) for x in numbers) or isinstance(window, int):
+        # (The operator would say that it wants a list and has found a tuple.)
+        raise TypeError(f"qkv: window must be (left, right), two ints, but is {window!r}")
+    if numbers is window and any(isinstance(x, Tensor) for x in numbers):
+        return tuple(_whole("each number of window", x) for x in numbers)
     return window
 
 

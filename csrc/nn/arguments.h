@@ -25,8 +25,9 @@ inline std::optional<at::Tensor> key_mask_of(const char* module, const at::Tenso
   if (keys.defined() && keys.dim() >= 2) {  // else the operator says that they are no rows
     const int64_t count = cached + keys.size(-2);
     TORCH_CHECK_VALUE(padding.dim() >= 1 && padding.size(-1) == count, module,
-                      ": key_padding_mask must be (B.., N=", count, "), cached keys included, ",
-                      "but has shape ", padding.sizes());
+                      ": key_padding_mask must be (B.., N=", count, ")",
+                      cached > 0 ? ", cached keys included" : "", ", but has shape ",
+                      padding.sizes());
   }
   return padding.logical_not();
 }

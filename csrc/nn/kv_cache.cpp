@@ -102,8 +102,8 @@ std::tuple<at::Tensor, at::Tensor> KVCache::extended(const at::Tensor& key,
 }
 
 void KVCache::advance(int64_t count) {
-  TORCH_CHECK_VALUE(count >= 0 && count <= extension_, "qkv::KVCache: it was last extended by ",
-                    extension_, " keys, so it cannot advance by ", count);
+  TORCH_CHECK_VALUE(count >= 0 && count <= extension_, "qkv::KVCache: of the last extension ",
+                    extension_, " keys are left to take in, so it cannot advance by ", count);
   length_ += count;
   extension_ = 0;
 }

@@ -39,9 +39,10 @@ def key_mask_of(
     if keys.dim() >= 2:  # else the operator says that they are no rows
         count = cached + keys.size(-2)
         if padding.dim() < 1 or _differ(padding.size(-1), count):
+            included = ", cached keys included" if cached > 0 else ""
             raise ValueError(
-                f"{module}: key_padding_mask must be (B.., N={count}), cached keys included, but "
-                f"has shape {list(padding.shape)}"
+                f"{module}: key_padding_mask must be (B.., N={count}){included}, but has shape "
+                f"{list(padding.shape)}"
             )
     return padding.logical_not()
 
@@ -107,7 +108,7 @@ def checked_scale(module: str, scale: Optional[float]) -> Optional[float]:
 
 
 def checked_size(module: str, name: str, size: int) -> int:
-    if not isinstance(size, Integral):
+    if not isinstance(size, Integral) or isinstance(size, bool):  # which torch's have in its place
         raise TypeError(f"{module}: {name} must be an int, but is {size!r}")
     if size <= 0:
         raise ValueError(f"{module}: {name} must be positive, but is {size}")

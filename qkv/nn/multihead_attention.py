@@ -120,14 +120,20 @@ class MultiheadAttention(torch.nn.Module):
                 torch.nn.init.zeros_(projection.bias)
 
     @classmethod
-    def from_torch(cls, module: torch.nn.MultiheadAttention, **options) -> "MultiheadAttention":
+    def from_torch(
+        cls,
+        module: torch.nn.MultiheadAttention,
+        *,
+        causal: bool = False,
+        window: Optional[Tuple[int, int]] = None,
+    ) -> "MultiheadAttention":
         """A module with the weights of a ``torch.nn.MultiheadAttention``.
 
         The inputs of the new one have the batch first, and its bool ``attn_mask`` means True = may
         attend, where the old one's means True = may not. Parameters that are frozen stay so.
 
         Args:
-            options: causal, window.
+            causal, window: as of the constructor.
 
         Raises:
             TypeError: if it is none, or a quantizable one, whose weights are elsewhere.
@@ -152,7 +158,8 @@ class MultiheadAttention(torch.nn.Module):
             dropout=module.dropout,
             device=module.out_proj.weight.device,
             dtype=module.out_proj.weight.dtype,
-            **options,
+            causal=causal,
+            window=window,
         )
 
         def take(ours: torch.nn.Parameter, theirs: Tensor, part: Tensor) -> None:

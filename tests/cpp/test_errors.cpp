@@ -94,8 +94,7 @@ TEST(Errors, Modules) {
   // The operator would take one of a single key for all of them.
   for (const Tensor& padding :
        {torch::zeros({2, 3, 1}, torch::kBool), torch::zeros({}, torch::kBool)}) {
-    const std::string rule =
-        ": key_padding_mask must be (B.., N=5), cached keys included, but has shape ";
+    const std::string rule = ": key_padding_mask must be (B.., N=5), but has shape ";
     const auto check = [&](const std::string& module, auto call) {
       expect_error<c10::ValueError>("qkv::nn::" + module + rule, call);
     };

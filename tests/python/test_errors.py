@@ -1,5 +1,7 @@
 """Bad input: the error names the operator, the rule and what was found, and comes before any work."""
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -282,6 +284,15 @@ def test_errors_come_before_memory(op):
         arguments.pop("value")
     with pytest.raises(ValueError, match=rf"^qkv::{op}: attn_mask must broadcast to .*{n - 1}\]$"):
         getattr(torch.ops.qkv, op)(**arguments)
+
+
+@pytest.mark.parametrize("window", [3, 2.5, (2.5, 0), [1, 0.0]])
+def test_a_window_is_two_ints(window):
+    x = torch.randn(2, 3, 4)
+    found = re.escape(repr(window))
+    for f, tensors in ((qkv.attention, (x, x, x)), (qkv.attention_weights, (x, x))):
+        with pytest.raises(TypeError, match=f"must be .left, right., two ints, but is {found}$"):
+            f(*tensors, window=window)
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])

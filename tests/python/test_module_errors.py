@@ -51,7 +51,7 @@ MODULES = {
     **{
         f"{name}_padding_{len(padding.shape)}_{padding.numel()}": (
             lambda module=module, padding=padding: module(X, key_padding_mask=padding), ValueError,
-            f"qkv.nn.{type(module).__name__}: key_padding_mask must be (B.., N=5), cached keys included, but has shape {list(padding.shape)}")
+            f"qkv.nn.{type(module).__name__}: key_padding_mask must be (B.., N=5), but has shape {list(padding.shape)}")
         for name, module in (("sdpa", nn.ScaledDotProductAttention()), ("self", nn.SelfAttention(8, 8)), ("mha", multihead()))
         for padding in (PADDING[:, :3], PADDING[:, :1], PADDING[0, :1], PADDING[0, 0])
     },
@@ -148,7 +148,10 @@ def test_cache(case):
             cache.append(key, value)
         assert str(caught.value) == f"qkv::KVCache: {message}"
         assert cache.length() == 5
-        with pytest.raises(ValueError, match="last extended by 0 keys, so it cannot advance by 3"):
+        with pytest.raises(
+            ValueError,
+            match="of the last extension 0 keys are left to take in, so it cannot advance by 3",
+        ):
             cache.advance(3)
         cached, _ = cache.append(X, X)
     assert torch.equal(cached, torch.cat([X, X], 1))

@@ -391,11 +391,16 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
 
 def test_a_cache_advances_by_what_it_was_extended_by():
     cache, x = qkv.nn.KVCache(9), torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="last extended by 0 keys, so it cannot advance by 1"):
+    with pytest.raises(
+        ValueError,
+        match="of the last extension 0 keys are left to take in, so it cannot advance by 1",
+    ):
         cache.advance(1)
     cache.extended(x, x)
     for count in (-1, 4):
-        with pytest.raises(ValueError, match=f"by 3 keys, so it cannot advance by {count}"):
+        with pytest.raises(
+            ValueError, match=f"3 keys are left to take in, so it cannot advance by {count}"
+        ):
             cache.advance(count)
     cache.advance(2)
     assert cache.length() == 2
@@ -445,7 +450,7 @@ def test_a_cache_that_is_cut_was_not_extended():
     cache.append(x, x)
     cache.extended(x, x)
     cache.truncate(1)
-    with pytest.raises(ValueError, match="last extended by 0 keys"):
+    with pytest.raises(ValueError, match="0 keys are left to take in"):
         cache.advance(3)
 
 
@@ -510,6 +515,7 @@ def test_projections_may_be_wrapped_and_run_once(module):
         ({"dropout": "0.1"}, "dropout must be a number, but is '0.1'"),
         ({"embed_dim": "8"}, "embed_dim must be an int, but is '8'"),
         ({"num_heads": 2.0}, "num_heads must be an int, but is 2.0"),
+        ({"kdim": True}, "kdim must be an int, but is True"),
     ],
 )
 def test_options_of_the_wrong_type(options, message):
