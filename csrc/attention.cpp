@@ -58,7 +58,9 @@ std::tuple<Tensor, Tensor> attention_with_lse_composite(const Arguments& argumen
 /// A kernel on a CPU. Elsewhere the reference: the result is M x N numbers itself, so that takes no
 /// more memory than it must.
 Tensor weights_of(const char* op, Operands x) {
-  if (!x.query.is_cpu()) return reference::softmax(x).weights.to(x.query.scalar_type());
+  if (!x.query.is_cpu()) {
+    return reference::softmax(x).weights.to(x.query.scalar_type()).contiguous();
+  }
   auto no_columns = x.key.sym_sizes().vec();
   no_columns.back() = 0;
   x.value = at::empty_symint(no_columns, x.query.options());

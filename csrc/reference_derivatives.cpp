@@ -15,6 +15,10 @@ namespace qkv::reference {
 
 namespace {
 
+/// What is given has the dtypes that it is to have, also where autocast is on while a derivative is
+/// taken, which would round scores to its own.
+using AutocastOff = c10::impl::ExcludeDispatchKeyGuard;
+
 /// The softmax and the tensors around it, with one head for each query head, in the numbers that
 /// sums are taken in. All pairs (batch.., Hq, M, N) are 0 where they are not kept.
 struct Recomputed {
@@ -88,6 +92,7 @@ Tensor row_sum(const Tensor& pairs) { return pairs.sum(-1, true); }
 }  // namespace
 
 TensorTuple<2> attention_jvp(const Operands& x, const Tangents& tangents) {
+  const AutocastOff off(c10::autocast_dispatch_keyset);
   const auto& [query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t] = tangents;
   const Recomputed r(x);
   const Tensor& p = r.softmax.weights;
@@ -110,6 +115,7 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tangents& tangents) {
 TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad_out,
                                            const OptionalTensor& grad_lse,
                                            const Tangents& cotangents, NeedsOfSecond needs) {
+  const AutocastOff off(c10::autocast_dispatch_keyset);
   const auto& [grad_grad_query, grad_grad_key, grad_grad_value, grad_grad_attn_mask,
                grad_grad_alibi_slopes, grad_grad_sinks] = cotangents;
   const Recomputed r(x);

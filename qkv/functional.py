@@ -41,6 +41,17 @@ def _window(window: Optional[tuple[int, int]]) -> Optional[tuple[int, int]]:
     return window
 
 
+def check_mask(who: str, mask: Optional[Tensor]) -> None:
+    """Nobody writes the memory of a CausalBias: F.scaled_dot_product_attention knows what it
+    means, operators read it."""
+    if not torch.jit.is_scripting():
+        if type(mask).__name__ == "CausalBias":
+            raise TypeError(
+                f"{who}: attn_mask must be a mask, but is a CausalBias: ask for causal attention "
+                "instead, for that of causal_lower_right with query_offset=N - M"
+            )
+
+
 def _options(
     scale: Optional[float],
     enable_gqa: bool,
@@ -136,6 +147,7 @@ def attention(
         ValueError, TypeError: naming the rule and what was found, before any work.
         RuntimeError: as of any operator, for what its schema does not take: a str for a tensor.
     """
+    check_mask("qkv.attention", attn_mask)
     return torch.ops.qkv.attention(
         query,
         key,
@@ -172,6 +184,7 @@ def attention_with_lse(
         The output, and logsumexp (B.., Hq, M): natural log, float32 (float64 for float64). Of a row
         that may attend to no key it is its head's sink, -inf without sinks.
     """
+    check_mask("qkv.attention_with_lse", attn_mask)
     return torch.ops.qkv.attention_with_lse(
         query,
         key,
@@ -206,6 +219,7 @@ def attention_weights(
         (B.., Hq, M, N) in query's dtype, differentiable. A row adds up to 1, with sinks to
         1 - exp(sink - logsumexp), and to 0 if it may attend to no key.
     """
+    check_mask("qkv.attention_weights", attn_mask)
     return torch.ops.qkv.attention_weights(
         query,
         key,
@@ -237,6 +251,7 @@ def explain(
 
     Args and Raises: as those of :func:`attention`.
     """
+    check_mask("qkv.explain", attn_mask)
     return torch.ops.qkv.explain(
         query,
         key,

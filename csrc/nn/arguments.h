@@ -19,6 +19,8 @@ inline std::optional<at::Tensor> given(const at::Tensor& x) {
 inline std::optional<at::Tensor> key_mask_of(const char* module, const at::Tensor& padding,
                                              const at::Tensor& keys, int64_t cached = 0) {
   if (!padding.defined()) return std::nullopt;
+  TORCH_CHECK_TYPE(padding.layout() == at::kStrided, module,
+                   ": key_padding_mask must be a dense tensor, but is sparse");
   TORCH_CHECK_TYPE(padding.scalar_type() == at::kBool, module,
                    ": key_padding_mask must be bool (true = padding), but is ",
                    dtype_name(padding.scalar_type()));

@@ -7,6 +7,8 @@ from typing import List, Optional
 import torch
 from torch import Tensor
 
+from qkv.functional import check_mask
+
 
 def _differ(a: int, b: int) -> bool:
     """Whether sizes are known to differ: in a graph those that depend on data are not known."""
@@ -52,6 +54,7 @@ def mask_of_one_head(module: str, mask: Optional[Tensor], input: Tensor) -> Opti
     if mask is None:
         return None
     check_tensor(module, "attn_mask", mask)
+    check_mask(module, mask)
     full = list(input.shape[:-1]) + [input.size(-2)]
     fits = mask.dim() <= len(full)
     if fits:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
+from qkv.functional import check_mask
 from qkv.nn.arguments import (
     check_rows,
     checked_dropout,
@@ -205,6 +206,7 @@ class MultiheadAttention(torch.nn.Module):
         Returns:
             (B.., M, embed_dim).
         """
+        check_mask("qkv.nn.MultiheadAttention", attn_mask)
         q, k, v, key_mask, query_offset = self._project(query, key, value, key_padding_mask, cache)
         out = self._attend(q, k, v, attn_mask, key_mask, query_offset)
         if cache is not None and query_offset is not None:  # nothing is cached if the call fails
@@ -224,6 +226,7 @@ class MultiheadAttention(torch.nn.Module):
     ) -> Tuple[Tensor, Tensor]:
         """The output and the weights, before dropout: (B.., num_heads, M, N), or their mean over
         the heads (B.., M, N) with ``average_weights``."""
+        check_mask("qkv.nn.MultiheadAttention", attn_mask)
         q, k, v, key_mask, query_offset = self._project(query, key, value, key_padding_mask, cache)
         weights = torch.ops.qkv.attention_weights(
             q,

@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from qkv.functional import check_mask
 from qkv.nn.arguments import checked_dropout, checked_scale, key_mask_of
 
 # In a symbolic trace, which knows no sizes, they are nodes.
@@ -47,6 +48,7 @@ class ScaledDotProductAttention(torch.nn.Module):
         Returns:
             (B.., H, M, Dv).
         """
+        check_mask("qkv.nn.ScaledDotProductAttention", attn_mask)
         key_mask = self._key_mask(query if key is None else key, key_padding_mask)
         return self._attend(query, key, value, attn_mask, key_mask)
 
@@ -60,6 +62,7 @@ class ScaledDotProductAttention(torch.nn.Module):
         key_padding_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
         """The output and the weights (B.., H, M, N), before dropout."""
+        check_mask("qkv.nn.ScaledDotProductAttention", attn_mask)
         key_mask = self._key_mask(query if key is None else key, key_padding_mask)
         weights = torch.ops.qkv.attention_weights(
             query,

@@ -91,6 +91,11 @@ TEST(Errors, Modules) {
       "key_padding_mask must be bool (true = padding), but is float32", [] {
         MultiheadAttention(4, 2)->forward(kX, {}, {}, {}, torch::zeros({2, 3, 5}));
       });
+  expect_error<c10::TypeError>(
+      "MultiheadAttention: key_padding_mask must be a dense tensor, but is sparse", [] {
+        MultiheadAttention(4, 2)->forward(kX, {}, {}, {},
+                                          torch::ones({2, 3, 5}, torch::kBool).to_sparse());
+      });
   // The operator would take one of a single key for all of them.
   for (const Tensor& padding :
        {torch::zeros({2, 3, 1}, torch::kBool), torch::zeros({}, torch::kBool)}) {

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.attention.bias
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -284,6 +285,30 @@ def test_errors_come_before_memory(op):
         arguments.pop("value")
     with pytest.raises(ValueError, match=rf"^qkv::{op}: attn_mask must broadcast to .*{n - 1}\]$"):
         getattr(torch.ops.qkv, op)(**arguments)
+
+
+@pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
+def test_the_memory_of_a_causal_bias_is_not_read(variant):
+    """Nobody has written it: only F.scaled_dot_product_attention knows what it means."""
+    bias = getattr(torch.nn.attention.bias, variant)(5, 5)
+    x = torch.randn(2, 5, 4)
+    message = r"attn_mask must be a mask, but is a CausalBias: .* query_offset=N - M$"
+    for f, tensors in (
+        (qkv.attention, (x, x, x)),
+        (qkv.attention_with_lse, (x, x, x)),
+        (qkv.attention_weights, (x, x)),
+        (qkv.explain, (x, x, x)),
+    ):
+        with pytest.raises(TypeError, match=f"qkv.{f.__name__}: {message}"):
+            f(*tensors, bias)
+    for module in (
+        qkv.nn.MultiheadAttention(4, 2),
+        qkv.nn.SelfAttention(4, 4),
+        qkv.nn.ScaledDotProductAttention(),
+    ):
+        for call in (module, module.forward_with_weights):
+            with pytest.raises(TypeError, match=f"qkv.nn.{type(module).__name__}: {message}"):
+                call(x, attn_mask=bias)
 
 
 @pytest.mark.parametrize("window", [3, 2.5, (2.5, 0), [1, 0.0]])

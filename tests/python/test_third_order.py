@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from test_second_order import plain_attention
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
 import qkv
@@ -155,3 +156,33 @@ def test_third_order_of_all_that_scores_are_made_of(softcap):
         return torch.autograd.grad(sum(t.sin().sum() for t in first), of, create_graph=True)
 
     assert torch.autograd.gradcheck(second, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("op", [qkv.attention, qkv.attention_weights])
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_formulas_are_not_computed_in_the_dtype_of_autocast(op, mode):
+    """For operands that have it, too, they are computed in float32. (Of weights already second
+    order is by formulas.)"""
+    generator = torch.Generator().manual_seed(7)
+    x = (torch.randn(4, 1, 2, 16, 64, generator=generator) * 3).bfloat16()
+    order, others = (3, x[1:3]) if op is qkv.attention else (2, x[1:2])
+
+    def f(q):
+        return op(q, *others).double().square().sum()
+
+    def derivative():
+        q = x[0].clone().requires_grad_()
+        with forward_ad.dual_level():
+            y = f(forward_ad.make_dual(q, x[3]) if mode == "forward" else q)
+            for _ in range(order - 1):
+                (gradient,) = torch.autograd.grad(y, q, create_graph=True)
+                y = (gradient.double() * x[3]).sum()
+            if mode == "forward":
+                return forward_ad.unpack_dual(gradient).tangent
+            return torch.autograd.grad(y, q)[0]
+
+    expected = derivative()
+    assert expected.abs().max() > 1e-3
+    with torch.autocast("cpu", torch.bfloat16):
+        found = derivative()
+    assert torch.equal(found, expected)

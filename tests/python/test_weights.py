@@ -123,6 +123,13 @@ def test_what_becomes_of_the_weights_is_their_callers_business(rows, dtype):
     assert torch.equal(*by_numbers, *expanded)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_are_contiguous_whatever_the_mask_is(device):
+    x = torch.randn(2, 3, 5, 8, device=device)
+    mask = torch.zeros(5, 5, device=device).t()
+    assert qkv.attention_weights(x, x, mask).is_contiguous()
+
+
 @pytest.mark.parametrize("rows", [1, 4, 70])
 @pytest.mark.parametrize("mask", [None, "bool", "float", "float32"])
 def test_second_order_and_forward_mode(rows, mask, monkeypatch):
