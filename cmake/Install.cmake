@@ -11,12 +11,10 @@ install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/qkv" DESTINATION include)
 install(EXPORT qkvTargets NAMESPACE qkv:: DESTINATION ${_package_dir})
 install(FILES "${PROJECT_SOURCE_DIR}/cmake/LibTorch.cmake" DESTINATION ${_package_dir})
 
-# Not in the build folder itself, where find_package would take them for a package.
-set(_package_files "${PROJECT_BINARY_DIR}/package")
 configure_package_config_file(
-  "${PROJECT_SOURCE_DIR}/cmake/qkvConfig.cmake.in" "${_package_files}/qkvConfig.cmake"
+  "${PROJECT_SOURCE_DIR}/cmake/qkvConfig.cmake.in" "${PROJECT_BINARY_DIR}/qkvConfig.cmake"
   INSTALL_DESTINATION ${_package_dir})
-write_basic_package_version_file("${_package_files}/qkvConfigVersion.cmake"
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/qkvConfigVersion.cmake"
                                  COMPATIBILITY SameMinorVersion)
-install(FILES "${_package_files}/qkvConfig.cmake" "${_package_files}/qkvConfigVersion.cmake"
+install(FILES "${PROJECT_BINARY_DIR}/qkvConfig.cmake" "${PROJECT_BINARY_DIR}/qkvConfigVersion.cmake"
         DESTINATION ${_package_dir})
