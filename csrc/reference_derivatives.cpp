@@ -1,6 +1,7 @@
 // Forward mode and second order by formulas in ATen operations (derived in docs/derivations.md).
 // They hold the M x N matrices of the reference and are differentiable in turn: what third
 // derivatives are made of, and what the kernels are tested against.
+// Autocast may be on while a derivative is taken; in them it is off, as it would round the scores.
 //
 //     U = scale · Q Kᵀ             S = softcap(U) + mask - slope · distance
 //     P = softmax of the kept S    W = weight of the sink     R = what dropout multiplies P with
@@ -14,10 +15,6 @@
 namespace qkv::reference {
 
 namespace {
-
-/// What is given has the dtypes that it is to have, also where autocast is on while a derivative is
-/// taken, which would round scores to its own.
-using AutocastOff = c10::impl::ExcludeDispatchKeyGuard;
 
 /// The softmax and the tensors around it, with one head for each query head, in the numbers that
 /// sums are taken in. All pairs (batch.., Hq, M, N) are 0 where they are not kept.
@@ -92,7 +89,7 @@ Tensor row_sum(const Tensor& pairs) { return pairs.sum(-1, true); }
 }  // namespace
 
 TensorTuple<2> attention_jvp(const Operands& x, const Tangents& tangents) {
-  const AutocastOff off(c10::autocast_dispatch_keyset);
+  const c10::impl::ExcludeDispatchKeyGuard autocast_off(c10::autocast_dispatch_keyset);
   const auto& [query_t, key_t, value_t, attn_mask_t, alibi_slopes_t, sinks_t] = tangents;
   const Recomputed r(x);
   const Tensor& p = r.softmax.weights;
@@ -115,7 +112,7 @@ TensorTuple<2> attention_jvp(const Operands& x, const Tangents& tangents) {
 TensorTuple<8> attention_backward_backward(const Operands& x, const Tensor& grad_out,
                                            const OptionalTensor& grad_lse,
                                            const Tangents& cotangents, NeedsOfSecond needs) {
-  const AutocastOff off(c10::autocast_dispatch_keyset);
+  const c10::impl::ExcludeDispatchKeyGuard autocast_off(c10::autocast_dispatch_keyset);
   const auto& [grad_grad_query, grad_grad_key, grad_grad_value, grad_grad_attn_mask,
                grad_grad_alibi_slopes, grad_grad_sinks] = cotangents;
   const Recomputed r(x);

@@ -60,7 +60,7 @@ variable_list third_order(const variable_list& grads, const Operands& x,
                           const std::vector<Tensor>& others, const std::vector<bool>& needs) {
   const vmap::Level level = level_of(grads, x, others);
   if (level.any()) return third_order_of_mapped(level, grads, x, others, needs);
-  // As in reference_derivatives.cpp, for the derivatives of those formulas.
+  // As it is in the formulas themselves.
   const c10::impl::ExcludeDispatchKeyGuard autocast_off(c10::autocast_dispatch_keyset);
   const bool graph_is_asked_for = at::GradMode::is_enabled();
   at::AutoGradMode grad_mode(true);

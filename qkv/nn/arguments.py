@@ -111,7 +111,7 @@ def checked_scale(module: str, scale: Optional[float]) -> Optional[float]:
 
 
 def checked_size(module: str, name: str, size: int) -> int:
-    if not isinstance(size, Integral) or isinstance(size, bool):  # which torch's have in its place
+    if not isinstance(size, Integral) or isinstance(size, bool):  # as torch's bias by position
         raise TypeError(f"{module}: {name} must be an int, but is {size!r}")
     if size <= 0:
         raise ValueError(f"{module}: {name} must be positive, but is {size}")

@@ -287,18 +287,19 @@ def test_errors_come_before_memory(op):
         getattr(torch.ops.qkv, op)(**arguments)
 
 
+def functions_of(x):
+    """Each with the tensors that it takes."""
+    names = ("attention", "attention_with_lse", "explain")
+    return [(getattr(qkv, name), (x, x, x)) for name in names] + [(qkv.attention_weights, (x, x))]
+
+
 @pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
 def test_the_memory_of_a_causal_bias_is_not_read(variant):
     """Nobody has written it: only F.scaled_dot_product_attention knows what it means."""
     bias = getattr(torch.nn.attention.bias, variant)(5, 5)
     x = torch.randn(2, 5, 4)
     message = r"attn_mask must be a mask, but is a CausalBias: .* query_offset=N - M$"
-    for f, tensors in (
-        (qkv.attention, (x, x, x)),
-        (qkv.attention_with_lse, (x, x, x)),
-        (qkv.attention_weights, (x, x)),
-        (qkv.explain, (x, x, x)),
-    ):
+    for f, tensors in functions_of(x):
         with pytest.raises(TypeError, match=f"qkv.{f.__name__}: {message}"):
             f(*tensors, bias)
     for module in (
@@ -315,7 +316,7 @@ def test_the_memory_of_a_causal_bias_is_not_read(variant):
 def test_a_window_is_two_ints(window):
     x = torch.randn(2, 3, 4)
     found = re.escape(repr(window))
-    for f, tensors in ((qkv.attention, (x, x, x)), (qkv.attention_weights, (x, x))):
+    for f, tensors in functions_of(x):
         with pytest.raises(TypeError, match=f"must be .left, right., two ints, but is {found}$"):
             f(*tensors, window=window)
 
@@ -324,12 +325,7 @@ def test_a_window_is_two_ints(window):
 def test_a_tensor_is_no_number(name):
     x = torch.randn(2, 3, 4)
     number = torch.tensor(0.5, requires_grad=True)
-    for f, tensors in (
-        (qkv.attention, (x, x, x)),
-        (qkv.attention_with_lse, (x, x, x)),
-        (qkv.attention_weights, (x, x)),
-        (qkv.explain, (x, x, x)),
-    ):
+    for f, tensors in functions_of(x):
         with pytest.raises(TypeError, match=f"{name} must be a number, but is a tensor"):
             f(*tensors, **{name: number})
         with pytest.raises(TypeError, match="query_offset must be an int, but is a tensor"):
