@@ -85,13 +85,31 @@ struct PackedKeys {
   }
 };
 
+/// Two vectors of weights as pairs, rounded to nearest, ties away from zero; sum gets what they are
+/// then. In integers: VCVTNE2PS2BF16 and VDPBF16PS take as long as four of these operations each.
+/// NaN may become a number so, but the sum of its row before rounding is NaN, which divides it.
+QKV_INLINE __m512i round_weights(BFloat16, __m512 first, __m512 second, __m512& sum) {
+  const auto half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(-0x10000);
+  const auto a = _mm512_add_epi32(_mm512_castps_si512(first), half);
+  const auto b = _mm512_add_epi32(_mm512_castps_si512(second), half);
+  sum = sum + _mm512_castsi512_ps(_mm512_and_si512(a, upper));
+  sum = sum + _mm512_castsi512_ps(_mm512_and_si512(b, upper));
+  return pairs_of_upper(a, b);
+}
+/// The same in float16, ties to even.
+QKV_INLINE __m512i round_weights(Float16, __m512 first, __m512 second, __m512& sum) {
+  using Pairs = Simd<Float16Pair>;
+  const auto pair = Pairs::round(first, second);
+  sum = Pairs::add(pair, sum);
+  return pair;
+}
+
 template <class Half>
 class AmxForward {
  public:
   using Real = float;
   using S = Simd<float>;
   using Pair = HalfPair<Half>;
-  using Pairs = Simd<Pair>;
   using Packed = PackedKeys<Half>;
   static constexpr int kVectors = 4;  // of rows in a tile
   static constexpr int kRows = kVectors * S::kWidth;
@@ -343,9 +361,8 @@ class AmxForward {
     for_each([&](int k, int v, auto& x) __attribute__((always_inline)) {
       weigh(k, v, x);
       constexpr bool kIsPair = sizeof(x) / sizeof(x[0]) == 2;
-      const auto pair = Pairs::round(x[0], kIsPair ? x[kIsPair] : S::zero());
-      sums[v] = Pairs::add(pair, sums[v]);
-      Pairs::store(to + k / 2 * kRows + v * S::kWidth, pair);
+      const auto pair = round_weights(Half{}, x[0], kIsPair ? x[kIsPair] : S::zero(), sums[v]);
+      _mm512_storeu_si512(to + k / 2 * kRows + v * S::kWidth, pair);
     });
     for (int v = 0; v < kVectors; ++v) sums_of_weights_[v] = sums[v];
   }

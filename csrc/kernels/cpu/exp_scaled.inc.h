@@ -54,6 +54,7 @@ struct ExpOfNonpositive<float> {
 /// A Power of RoughWeigher.
 struct PowerByScaling {
   static constexpr float kUnits = 1;
+  static constexpr bool kSaturates = true;
 
   template <int kCount>
   static QKV_INLINE void replace(__m512 (&x)[kCount]) {

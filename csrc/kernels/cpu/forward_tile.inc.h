@@ -245,11 +245,8 @@ class ForwardTile {
   }
 
   struct Vectors {
-    int first;
-    int count;
-    bool operator==(const Vectors& other) const {
-      return first == other.first && count == other.count;
-    }
+    int first, count;
+    bool operator==(const Vectors& x) const { return first == x.first && count == x.count; }
   };
 
   /// The vectors with rows that see, by the band, any of the next kEdgeKeys keys.
@@ -362,7 +359,7 @@ class ForwardTile {
     return !scores.changes() && !drops_ && scale_of_scores_ == T(1);
   }
 
-  /// What happens to x, scores of a few keys from k on; they raise max.
+  /// What happens to x, scores of a few keys from k on; they raise max, if end_weighing asks it.
   template <int kChanges, int kVectors, int kCount>
   QKV_INLINE void change(int64_t k, int v, const Scores<kVectors>& scores, Number (&x)[kCount],
                          Number& max) const {
@@ -371,7 +368,7 @@ class ForwardTile {
       if constexpr (kChanges != kNone) score = scaled(score, scale_of_scores_);
       if constexpr (kChanges == kCaps) score = scores.capped(score);
       if constexpr (kChanges != kNone) score = scores.biased_and_kept(k++, v, score);
-      max = S::maximum(max, score);
+      if constexpr (!Weigher::kSaturates) max = S::maximum(max, score);
     }
   }
 
@@ -447,12 +444,19 @@ class ForwardTile {
     return true;
   }
 
-  /// False, and nothing is summed, if a row has outgrown its maximum.
+  /// False, and nothing is summed, if a row has outgrown its maximum, or may have: if one of its
+  /// weights is too large, and saturates, so is their sum. Rows that have not get the same bits.
   template <int kVectors>
   bool end_weighing(int first_vector, const Number (&sum)[kVectors],
                     Number (&block_max)[kVectors]) {
-    for (auto& max : block_max) max = scaled(max, scale_of_weights_);
-    if (outgrow<kVectors>(block_max, first_vector)) {
+    bool grows = false;
+    if constexpr (Weigher::kSaturates) {
+      for (const auto& x : sum) grows |= S::any_greater(x, Math::almost_exp_of_slack());
+    } else {
+      for (auto& max : block_max) max = scaled(max, scale_of_weights_);
+      grows = outgrow<kVectors>(block_max, first_vector);
+    }
+    if (grows) {
       passes_to_come_ = kPassesAfterGrowth;
       return false;
     }
@@ -526,11 +530,8 @@ class ForwardTile {
   }
 
   static QKV_INLINE Number scaled(Number x, T scale) {
-    if constexpr (Products::kScales) {
-      return x;
-    } else {
-      return rounded_product(x, S::set(scale));
-    }
+    if constexpr (Products::kScales) return x;
+    return rounded_product(x, S::set(scale));
   }
 
   /// Those weights, of keys from k on, become 0 where they are dropped.

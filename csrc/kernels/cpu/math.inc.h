@@ -329,6 +329,8 @@ struct VectorMath {
   static QKV_INLINE Number one() { return S::set(T(1)); }
   /// Weights are up to 6e4 then, which float16 still holds.
   static QKV_INLINE Number slack() { return S::set(T(11)); }
+  /// exp(slack) less a thousandth: what is above the slack has a weight above this.
+  static QKV_INLINE Number almost_exp_of_slack() { return S::set(T(59814)); }
   static QKV_INLINE Number minus_infinity() { return S::set(-static_cast<T>(__builtin_inff())); }
   static QKV_INLINE Number maximum(Number a, Number b) { return S::maximum(a, b); }
   static QKV_INLINE Number exp(Number x) { return exp_of_nonpositive<T>(x); }

@@ -30,6 +30,7 @@ struct BitsOfPower {
 struct PowerByTable {
   using S = Simd<float>;
   static constexpr float kUnits = 16;
+  static constexpr bool kSaturates = false;
 
   template <int kCount>
   static QKV_INLINE void replace(__m512 (&x)[kCount]) {

@@ -24,6 +24,7 @@ class ExactWeigher {
  public:
   using S = Simd<T>;
   using Number = typename S::Number;
+  static constexpr bool kSaturates = false;
 
   ExactWeigher() = default;
   QKV_INLINE ExactWeigher(Number shift, T /*scale*/) : shift_(shift) {}
@@ -50,7 +51,7 @@ class ExactWeigher {
 /// Of scale · score, to within 3e-6, to be rounded to 16 bits next: as
 /// 2^(score · (scale · log2 e) - shift · log2 e), of one operation instead of three.
 /// Power::replace makes x 2^(x / Power::kUnits), with small numbers, -inf and NaN as in
-/// ExpOfNonpositive.
+/// ExpOfNonpositive; if Power::kSaturates, infinity of what is too large.
 ///
 /// Rounding both products changes all weights of a row under this maximum by one factor, within
 /// 2^-23 |shift| of 1. Outputs do not see it; but lse is off by it, and so are all weights
@@ -60,6 +61,7 @@ class RoughWeigher {
  public:
   using S = Simd<float>;
   using Number = S::Number;
+  static constexpr bool kSaturates = Power::kSaturates;
 
   RoughWeigher() = default;
   QKV_INLINE RoughWeigher(Number shift, float scale)
