@@ -86,7 +86,7 @@ struct PackedKeys {
 };
 
 /// Two vectors of weights as pairs, rounded to nearest, ties away from zero; sum gets what they are
-/// then. In integers: VCVTNE2PS2BF16 and VDPBF16PS take as long as four of these operations each.
+/// then. In integers: VCVTNE2PS2BF16 and VDPBF16PS take as long as four additions each.
 /// NaN may become a number so, but the sum of its row before rounding is NaN, which divides it.
 QKV_INLINE __m512i round_weights(BFloat16, __m512 first, __m512 second, __m512& sum) {
   const auto half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(-0x10000);
