@@ -530,8 +530,11 @@ class ForwardTile {
   }
 
   static QKV_INLINE Number scaled(Number x, T scale) {
-    if constexpr (Products::kScales) return x;
-    return rounded_product(x, S::set(scale));
+    if constexpr (Products::kScales) {
+      return x;
+    } else {
+      return rounded_product(x, S::set(scale));
+    }
   }
 
   /// Those weights, of keys from k on, become 0 where they are dropped.
@@ -565,8 +568,8 @@ class ForwardTile {
     return true;
   }
 
-  // Where a row has outgrown its maximum, and what registers did was in vain, others soon will, and
-  // passes take little longer: so many times without one until registers are tried again.
+  // Where a row has outgrown its maximum, and registers worked in vain, others soon will: so many
+  // passes without one, which take little longer, until registers are tried again.
   static constexpr int kPassesAfterGrowth = 8;
 
   const ForwardParams<T>& params_;
