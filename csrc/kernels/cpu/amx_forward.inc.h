@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/cpu/amx_blocks.inc.h"
+#include "kernels/cpu/amx_weights.inc.h"
 #include "kernels/cpu/few_rows_of_numbers.inc.h"
 #include "kernels/cpu/half_tile.inc.h"
 
@@ -84,25 +84,6 @@ struct PackedKeys {
     }
   }
 };
-
-/// Two vectors of weights as pairs, rounded to nearest, ties away from zero; sum gets what they are
-/// then. In integers: VCVTNE2PS2BF16 and VDPBF16PS take as long as four additions each.
-/// NaN may become a number so, but the sum of its row before rounding is NaN, which divides it.
-QKV_INLINE __m512i round_weights(BFloat16, __m512 first, __m512 second, __m512& sum) {
-  const auto half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(-0x10000);
-  const auto a = _mm512_add_epi32(_mm512_castps_si512(first), half);
-  const auto b = _mm512_add_epi32(_mm512_castps_si512(second), half);
-  sum = sum + _mm512_castsi512_ps(_mm512_and_si512(a, upper));
-  sum = sum + _mm512_castsi512_ps(_mm512_and_si512(b, upper));
-  return pairs_of_upper(a, b);
-}
-/// The same in float16, ties to even.
-QKV_INLINE __m512i round_weights(Float16, __m512 first, __m512 second, __m512& sum) {
-  using Pairs = Simd<Float16Pair>;
-  const auto pair = Pairs::round(first, second);
-  sum = Pairs::add(pair, sum);
-  return pair;
-}
 
 template <class Half>
 class AmxForward {

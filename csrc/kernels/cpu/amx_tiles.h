@@ -3,7 +3,6 @@
 #include "kernels/cpu/amx_registers.h"
 #include "kernels/cpu/bfloat16_pairs_avx512.h"
 #include "kernels/cpu/exp_scaled.inc.h"
-#include "kernels/cpu/float16_pairs_avx512.h"
 #include "kernels/cpu/transpose.inc.h"
 
 // AMX multiplies matrices that lie in tiles (amx_registers.h):

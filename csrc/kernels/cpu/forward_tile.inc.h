@@ -208,21 +208,14 @@ class ForwardTile {
                                : vectors_that_see(first_key + begin, keys - begin);
       while (end < keys && vectors_that_see(first_key + end, keys - end) == seen) end += kEdgeKeys;
       if (end > keys) end = keys;
-      switch (seen.count) {
-        case 1:
-          add_keys<1>(first_key + begin, end - begin, begin, seen.first, state);
-          break;
-        case 2:
-          add_keys<2>(first_key + begin, end - begin, begin, seen.first, state);
-          break;
-        case 3:
-          add_keys<3>(first_key + begin, end - begin, begin, seen.first, state);
-          break;
-        case 4:
-          if constexpr (Products::kVectors == 4) {
-            add_keys<4>(first_key + begin, end - begin, begin, seen.first, state);
-          }
-          break;
+      const auto add = [&](auto vectors) {
+        add_keys<vectors()>(first_key + begin, end - begin, begin, seen.first, state);
+      };
+      if (seen.count == 1) add(Constant<1>{});
+      if (seen.count == 2) add(Constant<2>{});
+      if (seen.count == 3) add(Constant<3>{});
+      if constexpr (Products::kVectors == 4) {
+        if (seen.count == 4) add(Constant<4>{});
       }
     }
   }
