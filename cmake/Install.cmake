@@ -16,5 +16,9 @@ configure_package_config_file(
   INSTALL_DESTINATION ${_package_dir})
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/qkvConfigVersion.cmake"
                                  COMPATIBILITY SameMinorVersion)
+# The build folder is such a package, too.
+export(EXPORT qkvTargets NAMESPACE qkv::)
+configure_file("${PROJECT_SOURCE_DIR}/cmake/LibTorch.cmake" "${PROJECT_BINARY_DIR}" COPYONLY)
+
 install(FILES "${PROJECT_BINARY_DIR}/qkvConfig.cmake" "${PROJECT_BINARY_DIR}/qkvConfigVersion.cmake"
         DESTINATION ${_package_dir})

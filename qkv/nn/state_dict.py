@@ -2,10 +2,13 @@
 
 import zipfile
 from os import PathLike
-from typing import Any, Dict, List
+from typing import IO, Any, Dict, List, Union
 
 import torch
 from torch import Tensor
+
+# What torch.save takes.
+File = Union[str, "PathLike[str]", IO[bytes]]
 
 # What LibTorch reads of what Python writes, if it is strided.
 _READ_BY_LIBTORCH = {
@@ -27,8 +30,9 @@ _READ_BY_LIBTORCH = {
 }
 
 
-def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
-    """Writes a module's parameters and buffers for ``qkv::nn::load_state_dict`` in C++.
+def save_state_dict(module: torch.nn.Module, path: File) -> None:
+    """Writes a module's parameters and buffers for ``qkv::nn::load_state_dict`` in C++, to
+    a file or into an open one.
 
     It is ``torch.save`` of a plain dict: the OrderedDict that ``state_dict()`` returns cannot be
     read by LibTorch.
@@ -53,10 +57,11 @@ def save_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
     torch.save({name: x.detach() for name, x in state.items()}, path)
 
 
-def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> None:
-    """Fills a module from a file of :func:`save_state_dict`, of ``qkv::nn::save_state_dict`` or
-    ``torch::save`` in C++, or of ``torch.jit.save``, which also writes buffers that are not
-    persistent: those of this module stay as they are. Numbers are converted to its dtypes.
+def load_state_dict(module: torch.nn.Module, path: File) -> None:
+    """Fills a module from a file, or an open one, of :func:`save_state_dict`, of
+    ``qkv::nn::save_state_dict`` or ``torch::save`` in C++, or of ``torch.jit.save``, which also
+    writes buffers that are not persistent: those of this module stay as they are. Numbers are
+    converted to its dtypes.
 
     Raises:
         RuntimeError: if the file holds no dict of tensors, if names, shapes or layouts differ, or
@@ -77,9 +82,7 @@ def load_state_dict(module: torch.nn.Module, path: "str | PathLike[str]") -> Non
     module.load_state_dict(state)
 
 
-def _check_fits(
-    module: torch.nn.Module, state: Dict[str, Any], path: "str | PathLike[str]"
-) -> None:
+def _check_fits(module: torch.nn.Module, state: Dict[str, Any], path: File) -> None:
     """``torch.nn.Module.load_state_dict`` would change what fits before it raises."""
     own = module.state_dict()
     missing = sorted(own.keys() - state.keys())
@@ -132,8 +135,13 @@ def _is_expanded(x: Tensor) -> bool:
     return strided and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def _is_script_archive(path: "str | PathLike[str]") -> bool:
-    if not zipfile.is_zipfile(path):  # torch.save's old format
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+def _is_script_archive(path: File) -> bool:
+    start = None if isinstance(path, (str, PathLike)) else path.tell()
+    try:
+        if not zipfile.is_zipfile(path):  # torch.save's old format
+            return False
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    finally:
+        if start is not None:
+            path.seek(start)

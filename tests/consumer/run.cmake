@@ -15,11 +15,18 @@ file(READ "${CMAKE_CURRENT_LIST_DIR}/../../README.md" readme)
 string(REGEX MATCH "```cpp\n([^`]*)```" block "${readme}")
 file(WRITE "${work}/readme.cpp" "${CMAKE_MATCH_1}")
 
+function(configure folder prefix)
+  run("${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}" -B "${folder}" -G "${GENERATOR}"
+      "-DCMAKE_MAKE_PROGRAM=${MAKE_PROGRAM}" "-DCMAKE_PREFIX_PATH=${prefix}"
+      "-DQKV_TORCH_DIR=${QKV_TORCH_DIR}" "-DREADME_PROGRAM=${work}/readme.cpp")
+endfunction()
+
 run("${CMAKE_COMMAND}" --install "${QKV_BUILD}" --prefix "${work}/prefix")
-run("${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}" -B "${work}/build" -G "${GENERATOR}"
-    "-DCMAKE_MAKE_PROGRAM=${MAKE_PROGRAM}" "-DCMAKE_PREFIX_PATH=${work}/prefix"
-    "-DQKV_TORCH_DIR=${QKV_TORCH_DIR}" "-DREADME_PROGRAM=${work}/readme.cpp")
+configure("${work}/build" "${work}/prefix")
 run("${CMAKE_COMMAND}" --build "${work}/build")
 run("${work}/build/trains")
 run("${work}/build/by_name")
 run("${CMAKE_COMMAND}" -E chdir "${work}" "${work}/build/readme")
+
+# The folder that qkv was built in is found as well.
+configure("${work}/beside_build" "${QKV_BUILD}")

@@ -1,5 +1,6 @@
 """Files of state dicts: what reads what, and what is said before anything is changed."""
 
+import io
 import json
 import pickle
 import subprocess
@@ -21,6 +22,27 @@ def test_files_of_every_kind(tmp_path):
         other = qkv.nn.MultiheadAttention(8, 2)
         qkv.nn.load_state_dict(other, tmp_path / name)
         assert torch.equal(other(x), module(x))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        qkv.nn.save_state_dict,
+        lambda module, file: torch.save(module.state_dict(), file),
+        lambda module, file: torch.save(
+            module.state_dict(), file, _use_new_zipfile_serialization=False
+        ),
+        lambda module, file: torch.jit.save(torch.jit.script(module), file),
+    ],
+    ids=["qkv", "torch", "old format", "script"],
+)
+def test_open_files(write):
+    module, other = qkv.nn.SelfAttention(4, 4), qkv.nn.SelfAttention(4, 4)
+    file = io.BytesIO()
+    write(module, file)
+    file.seek(0)
+    qkv.nn.load_state_dict(other, file)
+    assert torch.equal(other.w_q.weight, module.w_q.weight)
 
 
 class WithTable(torch.nn.Module):
