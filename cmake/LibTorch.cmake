@@ -7,7 +7,7 @@
 #   QKV_TORCH_DIR   the torch directory (with include/ and lib/). Default: the directory that
 #                   Torch_DIR, Torch_ROOT or CMAKE_PREFIX_PATH, as variables or in the environment,
 #                   point to or into, else that of the torch which ${Python3_EXECUTABLE} (or python3)
-#                   imports.
+#                   imports, else, of an installed qkv, the one that it was built with.
 
 # The search is made anew each time: only what somebody set is remembered.
 set(QKV_TORCH_DIR "" CACHE PATH "The torch directory, with include/ and lib/; empty: look for it")
@@ -56,7 +56,9 @@ sys.path = [path for path in sys.path if path]
 print(u.find_spec('torch').submodule_search_locations[0])"
     OUTPUT_VARIABLE QKV_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE
     RESULT_VARIABLE _qkv_result ERROR_QUIET)
-  if(NOT _qkv_result EQUAL 0)
+  if(NOT _qkv_result EQUAL 0 AND EXISTS "${_qkv_built_with}/lib/libtorch_cpu.so")  # by qkvConfig.cmake
+    set(QKV_TORCH_DIR "${_qkv_built_with}")
+  elseif(NOT _qkv_result EQUAL 0)
     qkv_without_torch("no LibTorch found. Set CMAKE_PREFIX_PATH to a LibTorch, or Python3_EXECUTABLE \
 to a Python that has torch (here: ${Python3_EXECUTABLE}).")
   endif()

@@ -8,8 +8,9 @@ from qkv import _library
 
 #: Where libqkv.so is, for programs that load it by name.
 library_path = _library.load()
-#: For CMake, in an installed package: ``-DCMAKE_PREFIX_PATH=...`` finds ``find_package(qkv)``.
-cmake_prefix_path = library_path.parent.parent
+#: For CMake: with ``-DCMAKE_PREFIX_PATH=...`` it finds ``find_package(qkv)``. In a source tree the
+#: build folder.
+cmake_prefix_path = _library.cmake_prefix_path(library_path)
 
 from qkv import flops, nn, onnx, plots  # noqa: E402  (nn needs the library)
 from qkv.functional import (  # noqa: E402

@@ -31,6 +31,11 @@ def _build(path: Path) -> dict[str, str]:
     return json.loads(path.with_suffix(".json").read_text())
 
 
+def cmake_prefix_path(path: Path) -> Path:
+    is_installed = path.parent.name == "lib"
+    return path.parent.parent if is_installed else path.parent
+
+
 def version(path: Path) -> str:
     return _build(path)["version"]
 

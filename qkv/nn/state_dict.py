@@ -1,5 +1,6 @@
 """State dicts that Python and C++ read from each other."""
 
+import pickle
 import zipfile
 from os import PathLike
 from typing import IO, Any, Dict, List, Union
@@ -66,16 +67,24 @@ def load_state_dict(module: torch.nn.Module, path: File) -> None:
     Raises:
         RuntimeError: if the file holds no dict of tensors, if names, shapes or layouts differ, or
             if the module is on meta or has a tensor that cannot be written (an expanded view, or
-            one of inference mode outside it); nothing has been changed then.
-        pickle.UnpicklingError, or what else ``torch.load`` raises: if the file holds other objects,
-            is none of torch's, or cannot be read.
+            one of inference mode outside it), or if the file is none of torch's; nothing has been
+            changed then.
+        pickle.UnpicklingError: if the file holds other objects.
+        OSError: if it cannot be read.
     """
     if _is_script_archive(path):
         state = torch.jit.load(path, map_location="cpu").state_dict()
         for name in _not_persistent(module):
             state.pop(name, None)
     else:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, pickle.UnpicklingError):
+            raise
+        except Exception as error:  # of text an IndexError, of nothing an EOFError
+            raise RuntimeError(
+                f"qkv.nn.load_state_dict: {path} holds nothing that torch.load can read"
+            ) from error
     if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
         raise RuntimeError(f"qkv.nn.load_state_dict: {path} holds no dict of tensors")
     _check_fits(module, state, path)

@@ -339,11 +339,10 @@ def test_cmake_package_without_its_libtorch(version, tmp_path):
         fake_libtorch(tmp_path)
         header = torch_dir / "include/torch/headeronly/version.h"
         header.write_text(header.read_text().replace("99", str(version)))
-    package = qkv.library_path.parent / "qkvConfig.cmake"
-    config = (
-        package if package.exists() else qkv.cmake_prefix_path / "lib/cmake/qkv/qkvConfig.cmake"
-    )
-    shutil.copy(config, tmp_path)
+    package = qkv.cmake_prefix_path  # or in an installed tree:
+    if not (package / "qkvConfig.cmake").exists():
+        package = package / "lib/cmake/qkv"
+    shutil.copy(package / "qkvConfig.cmake", tmp_path)
     shutil.copy(ROOT / "cmake/LibTorch.cmake", tmp_path)
     here = project(
         tmp_path / "here",
@@ -358,6 +357,18 @@ def test_cmake_package_without_its_libtorch(version, tmp_path):
     assert "-- found: FALSE\n" in done.stdout or "-- found: 0\n" in done.stdout
     reason = "this qkv was built for torch" if version == 99 else "needs LibTorch 2.11 or later"
     assert reason in " ".join(done.stderr.split())
+
+
+def test_cmake_package_knows_its_libtorch(tmp_path):
+    """Where nothing else names one."""
+    here = project(tmp_path / "here", "find_package(qkv)")
+    done = configure(
+        here,
+        tmp_path / "build",
+        f"-Dqkv_ROOT={qkv.cmake_prefix_path}",
+        "-DPython3_EXECUTABLE=false",
+    )
+    assert f"-- qkv: torch {torch.__version__.split('+')[0]} in " in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

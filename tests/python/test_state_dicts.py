@@ -79,6 +79,13 @@ def test_load_state_dict_names_a_file_of_something_else(content, tmp_path):
         qkv.nn.load_state_dict(qkv.nn.SelfAttention(4, 4), tmp_path / "file")
 
 
+@pytest.mark.parametrize("content", ["", "a line\nand another\n"], ids=["empty", "text"])
+def test_load_state_dict_names_a_file_of_no_tensors(content, tmp_path):
+    (tmp_path / "file").write_text(content)
+    with pytest.raises(RuntimeError, match="^qkv.nn.load_state_dict: .*file holds nothing that"):
+        qkv.nn.load_state_dict(qkv.nn.SelfAttention(4, 4), tmp_path / "file")
+
+
 def test_load_state_dict_changes_all_or_nothing(tmp_path):
     other = qkv.nn.MultiheadAttention(8, 2)
     before = {name: x.clone() for name, x in other.state_dict().items()}
