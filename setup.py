@@ -8,6 +8,7 @@ The wheel holds qkv/**/*.py, qkv/lib/libqkv.so (no Python in it), qkv/include an
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,7 @@ class BuildWithCMake(build_py):
         super().run()
         build = ROOT / "build"
         configure = [cmake(), "-S", ROOT, "-B", build, f"-DQKV_TORCH_DIR={torch_dir()}"]
+        configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         ninja = shutil.which("ninja", path=str(Path(sys.executable).parent)) or shutil.which(
             "ninja"
         )
