@@ -180,7 +180,6 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     const bool poisoned = multiplies_ && m_.poisoned[square] != 0;
     keeps_ = poisoned || (multiplies_ && !rows_finite_);
     Steps rows;
-    bool is_partial[kSquares];
     for (int g = 0; g * kSquare < tile.rows; ++g) {
       const TileState state =
           partial_ ? state_of_square(m_.bits + offset / 8 * kRows + g * kSquare, kRows, count)
@@ -188,19 +187,13 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
       if (state == TileState::kEmpty) continue;
       rows.add(g);
       key_steps[g].add(offset / kSquare);
-      is_partial[g] = state == TileState::kPartial;
+      // All in one place, which stays in a first-level cache; in their own if they are needed
+      // again.
+      const int place = keeps_ ? g * kSquare : 0;
+      multiply_square(square, first_key + offset, count, g, place);
+      split_square(first_key, offset, count, g, place, state == TileState::kPartial);
     }
     if (rows.count() == 0) return;
-    // While vectors work on a square, the next one is multiplied.
-    const auto multiply = [&](int64_t i) __attribute__((always_inline)) {
-      multiply_square(square, first_key + offset, count, static_cast<int>(rows[i]));
-    };
-    multiply(0);
-    for (int64_t i = 0; i < rows.count(); ++i) {
-      if (i + 1 < rows.count()) multiply(i + 1);
-      const int g = static_cast<int>(rows[i]);
-      split_square(first_key, offset, count, g, is_partial[g]);
-    }
     if (params.grad_value.data != nullptr) {
       multiply_wide(value_columns_, rows, {m_.p_lines, 1, 2, 4},
                     {m_.grad_out_rows, 1, 0, value_columns_},
@@ -215,29 +208,30 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
     if (keeps_) add_non_finite(first_key + offset, offset, count, poisoned);
   }
 
-  /// S and dP of `count` keys from first_key on, which are in `square`.
-  void multiply_square(int64_t square, int64_t first_key, int count, int g) const {
+  /// S and dP of `count` keys from first_key on, which are in `square`, go to columns of m_.scores
+  /// and m_.grads from `place` on.
+  void multiply_square(int64_t square, int64_t first_key, int count, int g, int place) const {
     const auto multiply = [&](const BFloat16* keys, const BFloat16* rows, int64_t depths, float* to)
         __attribute__((always_inline)) {
       multiply_tiles<2, 2, false, InParts::kNone>(
           Steps(depths), {keys + 2 * square * depths * kTile, depths, 0, 1},
           {rows + 2 * g * depths * kTile, depths, 0, 1},
-          {to + g * kSquare, kRows, kTileRows * kRows, kTileRows});
+          {to + place, kRows, kTileRows * kRows, kTileRows});
     };
     multiply(m_.key_lines, m_.query_columns, depths_, m_.scores);
     if (params.grad_weights.data != nullptr) {
-      load_grad_weights<2>(first_key, count, 2 * g, m_.grads + g * kSquare);
+      load_grad_weights<2>(first_key, count, 2 * g, m_.grads + place);
     } else {
       multiply(m_.value_lines, m_.grad_out_columns, value_depths_, m_.grads);
     }
   }
 
-  /// S and dP of a square become P and dS, in parts.
-  void split_square(int64_t first_key, int offset, int count, int g, bool partial) {
+  /// These become P and dS, in parts.
+  void split_square(int64_t first_key, int offset, int count, int g, int place, bool partial) {
     constexpr int kCount = 2;
     const int vector = kCount * g;
-    float* scores = m_.scores + g * kSquare;
-    float* grads = m_.grads + g * kSquare;
+    float* scores = m_.scores + place;
+    float* grads = m_.grads + place;
     const bool of_slopes = params.slope_gradient_of_rows != nullptr;
     const bool of_mask = params.grad_mask.data != nullptr;
     auto scale = S::set(p.scale);
@@ -251,7 +245,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
       scale = S::set(1.0f);
       const ScoreRows<float, kCount, kRows> rows(p, mask, alibi, first_key + offset, offset, vector,
                                                  TileState::kFull);
-      rows.cap(count, scores, m_.caps + g * kSquare);
+      rows.cap(count, scores, m_.caps + place);
       rows.bias(count, scores);
     }
     const RowNumbers numbers[kCount] = {numbers_of(vector), numbers_of(vector + 1)};
@@ -279,7 +273,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
         for (int v = 0; v < kCount; ++v) keep(k, v, pairs_of(k, v));
       }
       if (of_slopes) {
-        add_slope_gradient<kCount>(first_key + offset, count, m_.grads, slope_gradient_, vector);
+        add_slope_gradient<kCount>(first_key + offset, count, grads, slope_gradient_, vector);
       }
       if (of_mask) {
         add_to_mask<kRows>(grads, tile.template part<kSquare>(g * kSquare), params.grad_mask,
@@ -287,7 +281,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
       }
       if (!multiplies_) return;
       if (p.softcap != 0.0f) {
-        through_softcap<kCount>(offset, count, vector, partial, m_.caps + g * kSquare, grads);
+        through_softcap<kCount>(offset, count, vector, partial, m_.caps + place, grads);
       }
       split_pairs(
           offset, count, g, [&](int k, int v) __attribute__((always_inline)) {

@@ -232,7 +232,7 @@ struct BackwardRows {
   }
 
   /// sums[r] -= dS · |p - j|, the row's share of the gradient of its slope, for kCount vectors of
-  /// rows. grads and sums begin with the first row of all.
+  /// rows. grads begin with the first of them, sums with the first row of all.
   template <int kCount = kVectors>
   void add_slope_gradient(int64_t first_key, int keys, const T* grads, T* sums,
                           int first_vector = 0) const {
@@ -240,7 +240,7 @@ struct BackwardRows {
         first_key, keys,
         [&](int k, int v, typename S::Number distance) __attribute__((always_inline)) {
           T* sum = sums + v * S::kWidth;
-          const auto ds = S::load(grads + k * kRows + v * S::kWidth);
+          const auto ds = S::load(grads + k * kRows + (v - first_vector) * S::kWidth);
           S::store(sum, S::fma(S::zero() - ds, distance, S::load(sum)));
         },
         first_vector);
