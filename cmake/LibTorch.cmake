@@ -56,7 +56,8 @@ sys.path = [path for path in sys.path if path]
 print(u.find_spec('torch').submodule_search_locations[0])"
     OUTPUT_VARIABLE QKV_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE
     RESULT_VARIABLE _qkv_result ERROR_QUIET)
-  if(NOT _qkv_result EQUAL 0 AND EXISTS "${_qkv_built_with}/lib/libtorch_cpu.so")  # by qkvConfig.cmake
+  if(NOT _qkv_result EQUAL 0 AND _qkv_built_with  # set by qkvConfig.cmake
+     AND EXISTS "${_qkv_built_with}/lib/libtorch_cpu.so")
     set(QKV_TORCH_DIR "${_qkv_built_with}")
   elseif(NOT _qkv_result EQUAL 0)
     qkv_without_torch("no LibTorch found. Set CMAKE_PREFIX_PATH to a LibTorch, or Python3_EXECUTABLE \

@@ -187,8 +187,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
       if (state == TileState::kEmpty) continue;
       rows.add(g);
       key_steps[g].add(offset / kSquare);
-      // All in one place, which stays in a first-level cache; in their own if they are needed
-      // again.
+      // All in one place, which stays in a first-level cache, unless they are needed again.
       const int place = keeps_ ? g * kSquare : 0;
       multiply_square(square, first_key + offset, count, g, place);
       split_square(first_key, offset, count, g, place, state == TileState::kPartial);

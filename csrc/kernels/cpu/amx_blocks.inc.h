@@ -10,7 +10,7 @@
 //
 // One of A and B may be in two parts, to be multiplied one after the other. Four tiles hold C, two
 // the operand that stays and one that which changes: loads of tiles take longer than their products
-// where the core is shared. (In all eight tiles they take up to four times as long: amx_tiles.h.)
+// where the core is shared.
 
 namespace qkv::kernels::QKV_ISA {
 
