@@ -244,6 +244,10 @@ inline __m512i _mm512_min_epi32(__m512i a, __m512i b) {
   const auto x = (Signed)a, y = (Signed)b;
   return (__m512i)(x < y ? x : y);
 }
+inline __m512i _mm512_max_epu16(__m512i a, __m512i b) {
+  const auto x = (Lanes16)a, y = (Lanes16)b;
+  return (__m512i)(x > y ? x : y);
+}
 inline __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
 /// Of table, the bit whose number the bits of a, b and c are.
 inline __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table) {
@@ -363,6 +367,14 @@ inline __m512i _mm512_permutexvar_epi32(__m512i index, __m512i x) {
 inline __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b) {
   return (__m512)permute_lanes((FloatLanes)a, (Lanes32)index, (FloatLanes)b);
 }
+/// In every quarter lanes of a and b in turn, of the lower or the upper half of its eight.
+inline __m512i unpack_epi16(__m512i a, __m512i b, int first) {
+  Lanes16 index;
+  for (int l = 0; l < 32; ++l) index[l] = l % 2 * 32 + l / 8 * 8 + first + l % 8 / 2;
+  return (__m512i)permute_lanes((Lanes16)a, index, (Lanes16)b);
+}
+inline __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) { return unpack_epi16(a, b, 0); }
+inline __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) { return unpack_epi16(a, b, 4); }
 /// In every quarter: those of its lanes that four pairs of bits name.
 inline __m512i _mm512_mask_shuffle_epi32(__m512i otherwise, __mmask16 mask, __m512i x, int lanes) {
   Lanes32 index;

@@ -53,6 +53,12 @@ void permutations() {
   for (int l = 0; l < 32; ++l) of_two[l] = (index[l] % 64 < 32 ? a : b)[index[l] % 32];
   const auto x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
   check("permutex2var_epi16", _mm512_permutex2var_epi16(x, _mm512_loadu_si512(index), y), of_two);
+  check("unpacklo_epi16", _mm512_unpacklo_epi16(x, y),
+        {uint16_t(100), uint16_t(200), uint16_t(101), uint16_t(201), uint16_t(102), uint16_t(202),
+         uint16_t(103), uint16_t(203), uint16_t(108), uint16_t(208)});
+  check("unpackhi_epi16", _mm512_unpackhi_epi16(x, y),
+        {uint16_t(104), uint16_t(204), uint16_t(105), uint16_t(205), uint16_t(106), uint16_t(206),
+         uint16_t(107), uint16_t(207), uint16_t(112), uint16_t(212)});
   check("permutexvar_epi16", _mm512_permutexvar_epi16(_mm512_loadu_si512(reversed), x),
         {uint16_t(131), uint16_t(130), uint16_t(129)});
   check("permutexvar_epi32",
@@ -78,6 +84,8 @@ void words_and_masks() {
     return words({(static_cast<uint32_t>(even) & 0xffff) | static_cast<uint32_t>(odd) << 16});
   };
   check("dpwssd_epi32", _mm512_dpwssd_epi32(words({1}), pair(-2, 3), pair(5, 7)), {12});
+  check("max_epu16", _mm512_max_epu16(words({0x8000ffff, 3}), words({0x7fff0001, 2})),
+        {static_cast<int>(0x8000ffff), 3});
   check("min_epi32", _mm512_min_epi32(words({0xffffffff, 3}), words({1, 2})), {-1, 2});
   check("dpwssd_epi32, the largest",
         _mm512_dpwssd_epi32(words({~0u}), pair(-0x8000, -0x8000), pair(-0x8000, -0x8000)),

@@ -334,6 +334,24 @@ TEST_P(Kernels, DropTheSameWeights) {
   }
 }
 
+const std::vector<Shape>& shapes_of_few_rows() {
+  static const Band all{-1, -1, 0}, causal{-1, 0, 299}, window{70, 3, 211};
+  static const std::vector<Shape> shapes = {
+      {1, 1, 1, 300, 64, 64, all},
+      {4, 1, 1, 290, 72, 80, all},
+      {2, 1, 2, 301, 33, 7, causal},
+      {1, 1, 3, 301, 31, 7, window},
+      {6, 2, 1, 2300, 40, 24, all},
+      {4, 1, 1, 300, 1, 9, all},
+      {4, 1, 1, 290, 72, 80, causal, true},
+      {8, 1, 1, 290, 41, 24, all},
+      // One key more or less than whole tiles.
+      {1, 1, 8, 113, 64, 33, all},
+      {2, 1, 2, 143, 32, 64, {-1, 0, 130}},
+  };
+  return shapes;
+}
+
 const std::vector<Shape>& shapes_of_half_products() {
   static const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11};
   static const std::vector<Shape> shapes = {
@@ -403,6 +421,17 @@ TEST_P(Float16Kernels, Products) {
   }
 }
 
+TEST_P(Float16Kernels, FewRows) {
+  for (const Shape& shape : shapes_of_few_rows()) {
+    const auto errors = KernelRun<float>(*table_, shape, 1, multiplying()).errors(0x1p-11);
+    const std::string what =
+        "queries " + std::to_string(shape.queries) + " keys " + std::to_string(shape.keys);
+    EXPECT_LT(errors.output, 5e-5) << what;
+    EXPECT_LT(errors.lse, 5e-5) << what;
+    EXPECT_LT(errors.gradients, 2e-4) << what;
+  }
+}
+
 TEST_P(Float16Kernels, NanReachesNobodyWhoDoesNotSeeIt) {
   Shape shape{1, 1, 70, 300, 8, 12, {-1, 0, 150}};
   const auto without = KernelRun<float>(*table_, shape, 1, multiplying()).outputs();
@@ -449,19 +478,17 @@ struct Converting {
   static bool takes_all(const Problem<float>&) { return true; }
 };
 
-/// As in decoding and in pooling: by pairs where there are instructions for them, else converted.
+/// As in decoding and in pooling: by pairs or tiles where there are instructions for them, else
+/// converted.
 TEST_P(Kernels, FewRowsOfBFloat16) {
   const Converting converting(*table_);
-  const OfHalf multiplying{table_->bfloat16_forward, table_->bfloat16_backward,
-                           table_->bfloat16_tangents};
-  const Band all{-1, -1, 0}, causal{-1, 0, 299}, window{70, 3, 211};
-  const Shape shapes[] = {
-      {1, 1, 1, 300, 64, 64, all},          {4, 1, 1, 290, 72, 80, all},
-      {2, 1, 2, 301, 33, 7, causal},        {1, 1, 3, 301, 31, 7, window},
-      {6, 2, 1, 2300, 40, 24, all},         {4, 1, 1, 300, 1, 9, all},
-      {4, 1, 1, 290, 72, 80, causal, true}, {8, 1, 1, 290, 41, 24, all},
-  };
-  for (const Shape& shape : shapes) {
+  OfHalf multiplying = converting.kernels();
+  multiplying.forward = table_->bfloat16_forward;
+  if (!borrows_float32()) {  // those of AMX are of tiles of rows
+    multiplying.backward = table_->bfloat16_backward;
+    multiplying.tangents = table_->bfloat16_tangents;
+  }
+  for (const Shape& shape : shapes_of_few_rows()) {
     for (const int64_t splits : {1, 2}) {
       for (const OfHalf& kernels : {converting.kernels(), multiplying}) {
         if (kernels.forward == nullptr || kernels.forward->few_rows_backward == nullptr) continue;

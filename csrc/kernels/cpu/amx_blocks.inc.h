@@ -155,7 +155,8 @@ inline void multiply_high(int64_t rows, const Steps& steps, TileOperand a, TileO
 }
 
 /// 16 lines of 32 columns from `first` on of matrix rows; nullptr counts as zeros.
-QKV_INLINE void load_lines(const BFloat16* const (&from)[kTileRows], int64_t first, int64_t width,
+template <class Half>
+QKV_INLINE void load_lines(const Half* const (&from)[kTileRows], int64_t first, int64_t width,
                            __m512 (&lines)[kTileRows]) {
   const int64_t left = width - first;
   const auto columns = left < kTileDepth ? (__mmask32(1) << left) - 1 : ~__mmask32(0);
@@ -178,8 +179,9 @@ inline void pack_lines(const BFloat16* const (&from)[kTileRows], int64_t width, 
 
 /// The same transposed: tiles B of [16 pairs of columns][16 rows], `next` tiles from each to the
 /// next.
-inline void pack_pairs_of_columns(const BFloat16* const (&from)[kTileRows], int64_t width,
-                                  int64_t next, BFloat16* to) {
+template <class Half>
+inline void pack_pairs_of_columns(const Half* const (&from)[kTileRows], int64_t width, int64_t next,
+                                  Half* to) {
   for (int64_t d = 0; d < width; d += kTileDepth, to += next * kTileRows * kTileDepth) {
     __m512 lines[kTileRows];
     load_lines(from, d, width, lines);
@@ -219,16 +221,71 @@ inline bool pack_pairs_of_rows(const BFloat16* const (&first)[kTileRows],
   return all_finite;
 }
 
+/// Two tiles A, of 32 whole columns of as many rows. False, and nothing, if something is not
+/// finite.
+///
+///     columns of a row         0 1 2 3 4 5 6 7 | 8 ..  | 16 .. | 24 ..         8 in a quarter
+///     lower pairs of two       0 1 2 3         | 8 ..  | 16 .. | 24 ..         a lane each
+///     upper                    4 5 6 7         | 12 .. | 20 .. | 28 ..
+template <bool kHasAllRows, class Half>
+QKV_INLINE bool pack_whole_columns(const Half* const (&first)[kTileRows],
+                                   const Half* const (&second)[kTileRows], int64_t column,
+                                   Half* to) {
+  const auto exponent = _mm512_set1_epi16(Half::kExponent);
+  const auto load = [=](const Half* row) __attribute__((always_inline)) {
+    return kHasAllRows || row != nullptr ? _mm512_loadu_si512(row + column)
+                                         : _mm512_setzero_si512();
+  };
+  auto largest = _mm512_setzero_si512();
+  const auto pack = [&](auto upper) __attribute__((always_inline)) {
+    __m512 lines[kTileRows];
+#pragma GCC unroll 16
+    for (int l = 0; l < kTileRows; ++l) {
+      const auto a = load(first[l]), b = load(second[l]);
+      if constexpr (upper() == 0) {
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(a, exponent));
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(b, exponent));
+        lines[l] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b));
+      } else {
+        lines[l] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b));
+      }
+    }
+    transpose<float>(lines);
+#pragma GCC unroll 16
+    for (int l = 0; l < kTileRows; ++l) {
+      const int of_lane = l / 4 * 8 + upper() * 4 + l % 4;
+      _mm512_storeu_ps(to + of_lane * kTileDepth, lines[l]);
+    }
+  };
+  pack(Constant<0>{});
+  if (_mm512_cmpeq_epi16_mask(largest, exponent) != 0) return false;
+  pack(Constant<1>{});
+  return true;
+}
+
 /// The same transposed: tiles A of [16 columns][16 pairs of rows].
 template <class Half>
 inline bool pack_columns(const Half* const (&first)[kTileRows],
                          const Half* const (&second)[kTileRows], int64_t width, Half* to) {
+  constexpr int64_t kTile = kTileRows * kTileDepth;
   bool all_finite = true;
-  for (int64_t d = 0; d < width; d += kTileRows, to += kTileRows * kTileDepth) {
+  const bool has_all = second[kTileRows - 1] != nullptr;
+  const auto pack_whole = [&](int64_t d) {
+    return has_all ? pack_whole_columns<true>(first, second, d, to)
+                   : pack_whole_columns<false>(first, second, d, to);
+  };
+  for (int64_t d = 0; d < width;) {
+    if (d + kTileDepth <= width && pack_whole(d)) {
+      d += kTileDepth;
+      to += 2 * kTile;
+      continue;
+    }
     __m512 lines[kTileRows];
     all_finite &= load_pairs_of_rows(first, second, d, width, lines);
     transpose<float>(lines);
     for (int l = 0; l < kTileRows; ++l) _mm512_storeu_ps(to + l * kTileDepth, lines[l]);
+    d += kTileRows;
+    to += kTile;
   }
   return all_finite;
 }

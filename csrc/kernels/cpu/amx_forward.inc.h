@@ -1,7 +1,7 @@
 #pragma once
 
 #include "kernels/cpu/amx_weights.inc.h"
-#include "kernels/cpu/few_rows_of_numbers.inc.h"
+#include "kernels/cpu/few_rows_in_tiles.inc.h"
 #include "kernels/cpu/half_tile.inc.h"
 
 // The products of a forward tile in bfloat16 or float16 by AMX, which has the same form as the rest
@@ -99,14 +99,19 @@ class AmxForward {
   static constexpr bool kRoundsWeights = true;
   static constexpr bool kWeighsBeside = false;  // products of scores
   static constexpr int kBlockKeys = kForwardBlockKeys;
-  static constexpr int kFewRows = 0;
+  static constexpr int kFewRows = FewRowsInTiles<Half>::kMostRows;
 
   static constexpr int64_t kBytesOfNumber = sizeof(Half);  // as K and V are multiplied
 
-  /// Whether a problem of these sizes is better multiplied so. Few rows have a kernel of their own;
-  /// for a few more some keys are not worth packing.
+  template <class F>
+  static void with_few_rows(Storage, F f) {
+    f(Half{}, FewRowsInTiles<Half>{});
+  }
+
+  /// Whether a problem of these sizes is better multiplied so. For a few rows more than few some
+  /// keys are not worth packing.
   static bool takes(const Problem<float>& p) {
-    if (are_few_rows(p, FewRowsOfNumbers<float, Half>::kMostRows)) return false;
+    if (are_few_rows(p, kFewRows)) return rows_of_kv_head(p) > 1 && p.keys >= kTileRows;
     return rounds_weights_of(p) && (rows_of_kv_head(p) >= kTileRows || p.keys >= kForwardBlockKeys);
   }
 

@@ -14,20 +14,32 @@ namespace qkv::kernels::QKV_ISA {
 constexpr int kTileRows = 16;
 constexpr int kTileDepth = 32;  // terms of a product of two tiles
 
-/// What ldtilecfg reads: all eight tiles are whole.
+/// What ldtilecfg reads: all eight tiles are whole, or those of B and C in products of few columns
+/// as narrow as they are.
 struct alignas(64) TileShapes {
   uint8_t palette = 1;
   uint8_t start_row = 0;
   uint8_t reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+
+  /// C in tiles 0 to 3, A in 4 and 5, B in 6 and 7.
+  static constexpr TileShapes of_narrow_products(int columns) {
+    TileShapes x;
+    for (int tile = 0; tile < 8; ++tile) {
+      if (tile != 4 && tile != 5) x.row_bytes[tile] = static_cast<uint16_t>(4 * columns);
+    }
+    return x;
+  }
 };
 constexpr TileShapes kWholeTiles;
 
 /// A thread has tiles while this lives.
 class TileRegisters {
  public:
-  TileRegisters() { __asm__ volatile("ldtilecfg %0" ::"m"(kWholeTiles)); }
+  explicit TileRegisters(const TileShapes& shapes = kWholeTiles) {
+    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+  }
   ~TileRegisters() { __asm__ volatile("tilerelease"); }
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;

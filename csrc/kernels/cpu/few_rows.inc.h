@@ -18,7 +18,7 @@
 // and Q, K and V may be stored in 16 bits. S and P are dense, so that a vector of exponentials has
 // several keys; masks, softcap and ALiBi change them where they are.
 //
-// Products: few_rows_of_numbers.inc.h, few_rows_in_pairs.inc.h.
+// Products: few_rows_of_numbers.inc.h, few_rows_in_pairs.inc.h, few_rows_in_tiles.inc.h.
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -147,6 +147,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   for (int r = 0; r < kRows; ++r) {
     rows[r] = r < tile.rows ? tile.template stored_row<Stored>(p.query, r) : nullptr;
   }
+  [[maybe_unused]] const typename Products::template Registers<kRows> registers;
   Products::template pack_query<kRows>(rows, p.head_dim, p.scale, query);
   const Stored* keys = tile.template stored_keys_of_head<Stored>(p.key);
   const Stored* values = tile.template stored_keys_of_head<Stored>(p.value);

@@ -334,6 +334,7 @@ class FewRowsBackward {
   int64_t key_row_, value_row_;  // of rows in whole vectors
   FewRowsMemory<Products, T, kRows> memory_;
   BackwardRows<T, 1> work_;  // of the rows, each in a lane
+  typename Products::template Registers<kRows> registers_;
   const Stored *keys_, *values_;
   alignas(64) T slope_gradient_[Simd<T>::kWidth] = {};
 };

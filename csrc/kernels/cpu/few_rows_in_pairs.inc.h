@@ -1,8 +1,8 @@
 #pragma once
 
 #include "kernels/cpu/bfloat16_pairs_avx512.h"
-#include "kernels/cpu/next_rows.inc.h"
 #include "kernels/cpu/transpose.inc.h"
+#include "kernels/cpu/values_of_few_rows.inc.h"
 
 // The products of few_rows.inc.h in bfloat16, exact: those of keys two columns at a time.
 //
@@ -16,13 +16,12 @@
 
 namespace qkv::kernels::QKV_ISA {
 
-struct FewRowsInPairs {
-  using S = Simd<float>;
+struct FewRowsInPairs : BFloat16Values {
   using Pairs = Simd<BFloat16Pair>;
-  using Number = S::Number;
   using Query = BFloat16Pair;
+  template <int kRows>
+  struct Registers {};
   static constexpr int kMostRows = 4;
-  static constexpr int kColumns = 32;  // of a vector
   static constexpr int kQuarters = 4;  // of a vector
 
   /// Pairs that a query takes.
@@ -108,26 +107,7 @@ struct FewRowsInPairs {
     }
   }
 
-  /// out[r][d] += sum over keys of weights[k][r] · value_k[d]
-  template <int kRows>
-  static void add_values(int keys, int64_t width, const BFloat16* value, int64_t value_row,
-                         const float* weights, float* out, int64_t out_row, const NextRows& next) {
-    const int passes = static_cast<int>((width + 2 * kColumns - 1) / (2 * kColumns));
-    for (int pass = 0; pass < passes; ++pass) {
-      const int64_t d = pass * 2 * kColumns;
-      const auto add = [&](auto vectors) {
-        add_columns<kRows, vectors()>(keys, width - d, value + d, value_row, weights, out + d,
-                                      out_row, {next, pass, passes});
-      };
-      width - d > kColumns ? add(Constant<2>{}) : add(Constant<1>{});
-    }
-  }
-
  private:
-  static QKV_INLINE __m512i columns(const BFloat16* from, int64_t left) {
-    return left >= kColumns ? _mm512_loadu_si512(from)
-                            : _mm512_maskz_loadu_epi16(first_lanes_of_32(left), from);
-  }
   static QKV_INLINE Pairs::Factor factor(__m512i x) { return reinterpret_cast<Pairs::Factor>(x); }
 
   /// x[c]: columns d + 8c .. d + 8c + 8 of four keys.
@@ -144,64 +124,6 @@ struct FewRowsInPairs {
     x[1] = _mm512_shuffle_i32x4(low01, low23, 0xdd);
     x[2] = _mm512_shuffle_i32x4(high01, high23, 0x88);
     x[3] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
-  }
-
-  /// kVectors vectors of columns, `left` of them or more: even and odd ones in vectors of their
-  /// own, as they are converted with one operation each. Keys are summed before they are added to
-  /// out, as in multiply_add.
-  template <int kRows, int kVectors>
-  static void add_columns(int keys, int64_t left, const BFloat16* value, int64_t value_row,
-                          const float* weights, float* out, int64_t out_row, ShareOfNextRows next) {
-    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-    Number sum[kRows][kVectors][2];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        sum[r][v][0] = sum[r][v][1] = S::zero();
-      }
-    }
-    for (int k = 0; k < keys; ++k, value += value_row) {
-      next.fetch_next();
-      Number x[kVectors][2];
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        const __m512i pairs = columns(value + v * kColumns, left - v * kColumns);
-        x[v][0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-        x[v][1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const auto weight = S::set(weights[k * kRows + r]);
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) {
-          sum[r][v][0] = S::fma(weight, x[v][0], sum[r][v][0]);
-          sum[r][v][1] = S::fma(weight, x[v][1], sum[r][v][1]);
-        }
-      }
-    }
-    // Back to where they belong: 0, 16, 1, 17, .. and 8, 24, 9, 25, ..
-    const __m512i half = _mm512_srli_epi32(lane, 1);
-    const __m512i first =
-        _mm512_or_si512(half, _mm512_slli_epi32(_mm512_and_si512(lane, _mm512_set1_epi32(1)), 4));
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t d = v * kColumns;
-        const Number even = sum[r][v][0], odd = sum[r][v][1];
-        const auto add = [=](int64_t from, __m512i order) __attribute__((always_inline)) {
-          const __mmask16 lanes = first_lanes(left - from);
-          float* to = out + r * out_row + from;
-          const auto more = _mm512_permutex2var_ps(even, order, odd);
-          _mm512_mask_storeu_ps(to, lanes, _mm512_maskz_loadu_ps(lanes, to) + more);
-        };
-        add(d, first);
-        if (left - d > 16) add(d + 16, second);
-      }
-    }
   }
 };
 

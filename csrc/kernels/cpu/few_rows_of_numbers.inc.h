@@ -17,6 +17,8 @@ struct FewRowsOfNumbers {
   using S = Simd<T>;
   using Number = typename S::Number;
   using Query = T;
+  template <int kRows>
+  struct Registers {};  // no others than vectors
   /// 4, or half of a vector's lanes: in a tile the other half would be empty.
   static constexpr int kMostRows = S::kWidth < 4 ? S::kWidth : S::kWidth < 16 ? 4 : 8;
 

@@ -7,13 +7,17 @@
 #include "kernels/cpu/attention_backward_backward.inc.h"
 #include "kernels/cpu/attention_forward.inc.h"
 #include "kernels/cpu/avx512_kernels.h"
+#include "kernels/cpu/few_rows_backward.inc.h"
 
 // Only the kernels of bfloat16 differ from those of AVX-512.
 
 namespace qkv::kernels::avx512_amx {
 
+constexpr BackwardKernels<float> few_rows_in_tiles_kernels =
+    make_few_rows_backward_kernels<AmxForward<BFloat16>>();
 extern const HalfForwardKernels bfloat16_forward_kernels = {
-    make_forward_kernels<AmxForward<BFloat16>>(nullptr), AmxForward<BFloat16>::takes};
+    make_forward_kernels<AmxForward<BFloat16>>(&few_rows_in_tiles_kernels),
+    AmxForward<BFloat16>::takes};
 extern const HalfBackwardKernels bfloat16_backward_kernels = make_amx_backward_kernels();
 extern const HalfTangentKernels bfloat16_tangent_kernels = {make_tangent_kernels<AmxProducts>(),
                                                             amx_backward_takes};

@@ -132,6 +132,7 @@ class WeightsOfFewRows {
     }
   }
 
+  typename Products::template Registers<kRows> registers_;
   const WeightsParams<T>& params_;
   const Problem<T>& p_;
   const Tile& tile_;

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 #include "kernels/half.h"
 
@@ -17,6 +18,7 @@ constexpr int kTileDepth = 32;
 
 struct EmulatedTile {
   alignas(64) char rows[kTileRows][64];
+  int row_bytes;
 };
 
 struct EmulatedTiles {
@@ -30,6 +32,7 @@ inline EmulatedTile& tile_register(int number) {
   if (number < 0) {  // configured, or released
     tiles.exist = number == -1;
     std::memset(tiles.tile, 0, sizeof(tiles.tile));
+    for (auto& tile : tiles.tile) tile.row_bytes = 64;
     return tiles.tile[0];
   }
   if (!tiles.exist) {
@@ -39,9 +42,19 @@ inline EmulatedTile& tile_register(int number) {
   return tiles.tile[number];
 }
 
+struct TileShapes {
+  int narrow_row_bytes = 64;
+
+  static constexpr TileShapes of_narrow_products(int columns) { return {4 * columns}; }
+};
+constexpr TileShapes kWholeTiles;
+
 class TileRegisters {
  public:
-  TileRegisters() { tile_register(-1); }
+  explicit TileRegisters(const TileShapes& shapes = kWholeTiles) {
+    tile_register(-1);
+    for (int tile : {0, 1, 2, 3, 6, 7}) tile_register(tile).row_bytes = shapes.narrow_row_bytes;
+  }
   ~TileRegisters() { tile_register(-2); }
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;
@@ -49,21 +62,24 @@ class TileRegisters {
 
 template <int kTile>
 void load_tile(const void* x, int64_t row_bytes) {
+  EmulatedTile& tile = tile_register(kTile);
+  std::memset(tile.rows, 0, sizeof(tile.rows));
   for (int r = 0; r < kTileRows; ++r) {
-    std::memcpy(tile_register(kTile).rows[r], static_cast<const char*>(x) + r * row_bytes, 64);
+    std::memcpy(tile.rows[r], static_cast<const char*>(x) + r * row_bytes, tile.row_bytes);
   }
 }
 
 template <int kTile>
 void store_tile(void* x, int64_t row_bytes) {
+  const EmulatedTile& tile = tile_register(kTile);
   for (int r = 0; r < kTileRows; ++r) {
-    std::memcpy(static_cast<char*>(x) + r * row_bytes, tile_register(kTile).rows[r], 64);
+    std::memcpy(static_cast<char*>(x) + r * row_bytes, tile.rows[r], tile.row_bytes);
   }
 }
 
 template <int kTile>
 void set_tile_to_zero() {
-  std::memset(tile_register(kTile).rows, 0, sizeof(EmulatedTile));
+  std::memset(tile_register(kTile).rows, 0, sizeof(EmulatedTile::rows));
 }
 
 /// C += A · B with every sum rounded to nearest; number(bits) is what 16 bits stand for.
