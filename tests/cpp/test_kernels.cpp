@@ -84,6 +84,41 @@ constexpr int64_t kFewRows = 8;
 
 int64_t rows_of_head(const Shape& shape) { return shape.heads / shape.kv_heads * shape.queries; }
 
+/// All kernels of float32, which convert what is stored in 16 bits.
+struct Converting {
+  HalfForwardKernels forward;
+  HalfBackwardKernels backward;
+  HalfTangentKernels tangents;
+
+  explicit Converting(const CpuKernelTable& table)
+      : forward{table.float32, takes_all},
+        backward{table.float32, takes_all},
+        tangents{table.float32, takes_all} {}
+
+  OfHalf kernels() const { return {&forward, &backward, &tangents}; }
+
+ private:
+  static bool takes_all(const Problem<float>&) { return true; }
+};
+
+/// What the library takes of a table for bfloat16. (Forwards of tiles also where they do not take a
+/// problem: their scores are those of derivatives that do.)
+OfHalf of_bfloat16(const CpuKernelTable& table, const Converting& converting, const Shape& shape) {
+  OfHalf kernels{table.bfloat16_forward, table.bfloat16_backward, table.bfloat16_tangents};
+  Problem<float> sizes{};
+  sizes.query_heads = shape.heads;
+  sizes.kv_heads = shape.kv_heads;
+  sizes.queries = shape.queries;
+  sizes.keys = shape.keys;
+  sizes.head_dim = shape.head_dim;
+  sizes.value_dim = shape.value_dim;
+  const bool few = rows_of_head(shape) <= kFewRows;
+  if (few && !kernels.forward->takes(sizes)) kernels.forward = &converting.forward;
+  if (!kernels.backward->takes(sizes)) kernels.backward = &converting.backward;
+  if (!kernels.tangents->takes(sizes)) kernels.tangents = &converting.tangents;
+  return kernels;
+}
+
 TEST_P(Kernels, EqualLoopsInDouble) {
   if (borrows_float32()) GTEST_SKIP() << "has those of AVX-512";
   const Band all{-1, -1, 0}, causal{-1, 0, 0}, window{9, 3, 11}, outside{2, 2, -500};
@@ -232,8 +267,7 @@ TEST_P(Kernels, Transpose) {
 
 /// Scores of 1e6 are 1/16 apart: derivatives must compute the very ones that lse comes from.
 TEST_P(Kernels, WeightsOfDerivativesAddUp) {
-  const OfHalf in_bfloat16{table_->bfloat16_forward, table_->bfloat16_backward,
-                           table_->bfloat16_tangents};
+  const Converting converting(*table_);
   Shape shapes[] = {
       {2, 1, 60, 200, 64, 8, {-1, -1, 0}},
       {2, 1, 60, 200, 64, 8, {-1, 0, 100}},
@@ -253,9 +287,8 @@ TEST_P(Kernels, WeightsOfDerivativesAddUp) {
       for (int64_t splits : {1, 2}) {
         EXPECT_LT((KernelRun<float>(*table_, shape, splits).excess()), 1e-5) << what;
         EXPECT_LT((KernelRun<double>(*table_, shape, splits).excess()), 1e-13) << what;
-        if (in_bfloat16.backward == nullptr) continue;
-        if (rows_of_head(shape) <= kFewRows && in_bfloat16.forward->few_rows_backward == nullptr)
-          continue;
+        if (table_->bfloat16_backward == nullptr) continue;
+        const OfHalf in_bfloat16 = of_bfloat16(*table_, converting, shape);
         const double of_rounding = 0x1p-8;
         EXPECT_LT((KernelRun<float>(*table_, shape, splits, in_bfloat16).excess()), of_rounding)
             << what;
@@ -461,37 +494,16 @@ TEST_P(Kernels, OneKeyIsMoreThanATurn) {
   EXPECT_LT((KernelRun<float>(*table_, shape, 1).errors().output), 5e-5);
 }
 
-/// All kernels of float32, which convert what is stored in 16 bits.
-struct Converting {
-  HalfForwardKernels forward;
-  HalfBackwardKernels backward;
-  HalfTangentKernels tangents;
-
-  explicit Converting(const CpuKernelTable& table)
-      : forward{table.float32, takes_all},
-        backward{table.float32, takes_all},
-        tangents{table.float32, takes_all} {}
-
-  OfHalf kernels() const { return {&forward, &backward, &tangents}; }
-
- private:
-  static bool takes_all(const Problem<float>&) { return true; }
-};
-
 /// As in decoding and in pooling: by pairs or tiles where there are instructions for them, else
 /// converted.
 TEST_P(Kernels, FewRowsOfBFloat16) {
   const Converting converting(*table_);
-  OfHalf multiplying = converting.kernels();
-  multiplying.forward = table_->bfloat16_forward;
-  if (!borrows_float32()) {  // those of AMX are of tiles of rows
-    multiplying.backward = table_->bfloat16_backward;
-    multiplying.tangents = table_->bfloat16_tangents;
-  }
   for (const Shape& shape : shapes_of_few_rows()) {
     for (const int64_t splits : {1, 2}) {
-      for (const OfHalf& kernels : {converting.kernels(), multiplying}) {
-        if (kernels.forward == nullptr || kernels.forward->few_rows_backward == nullptr) continue;
+      for (const bool converts : {true, false}) {
+        if (!converts && table_->bfloat16_forward == nullptr) continue;
+        const OfHalf kernels =
+            converts ? converting.kernels() : of_bfloat16(*table_, converting, shape);
         const auto errors = KernelRun<float>(*table_, shape, splits, kernels).errors(0x1p-8);
         const std::string what = "queries " + std::to_string(shape.queries) + " keys " +
                                  std::to_string(shape.keys) + " D " +

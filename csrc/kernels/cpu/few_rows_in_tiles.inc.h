@@ -126,7 +126,7 @@ struct FewRowsInTiles {
     const __mmask32 columns = first_lanes_of_32(width);
     for (int k = 0; k < kTileRows; ++k) {
       _mm512_storeu_si512(copy[k], k < keys ? _mm512_maskz_loadu_epi16(columns, from + k * row)
-                                           : _mm512_setzero_si512());
+                                            : _mm512_setzero_si512());
     }
     load_tile<kA>(copy, sizeof(copy[0]));
   }
