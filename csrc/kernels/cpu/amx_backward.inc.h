@@ -395,7 +395,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
 };
 
 inline bool amx_backward_takes(const Problem<float>& p) {
-  return p.keys >= kSquare && rows_of_kv_head(p) >= kTileRows;
+  return p.keys >= kSquare && rows_of_kv_head(p) > kTileRows / 2;
 }
 
 inline int64_t amx_backward_row_tiles(const Problem<float>& p) {

@@ -108,11 +108,10 @@ class AmxForward {
     f(Half{}, FewRowsInTiles<Half>{});
   }
 
-  /// Whether a problem of these sizes is better multiplied so. For a few rows more than few some
-  /// keys are not worth packing.
+  /// Whether a problem of these sizes is better multiplied so.
   static bool takes(const Problem<float>& p) {
     if (are_few_rows(p, kFewRows)) return rows_of_kv_head(p) > 1 && p.keys >= kTileRows;
-    return rounds_weights_of(p) && (rows_of_kv_head(p) >= kTileRows || p.keys >= kForwardBlockKeys);
+    return rounds_weights_of(p);
   }
 
   static int64_t out_rows(const Problem<float>& p) { return row_of_sums(p) + 1; }

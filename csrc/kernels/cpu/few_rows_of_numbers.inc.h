@@ -132,9 +132,9 @@ struct FewRowsOfNumbers {
 
  private:
   /// Keys of one row that sums over lanes are taken of at a time. With four, memory is asked for
-  /// four rows at once, which AMD's processors take longer for; these have kernels of their own for
-  /// bfloat16.
-  static constexpr int kKeysOfOneRow = kIsBFloat16<Stored> && kHasFourQuads<T> ? 4 : 1;
+  /// four rows at once, which AMD's processors, for which fewer sums are kept in registers, take
+  /// longer for.
+  static constexpr int kKeysOfOneRow = kHasFourQuads<T> && S::kBroadcastRows == 8 ? 4 : 1;
 
   // A row is read, to be written as a whole, unless it is in a cache.
   static constexpr int kRowsAhead = 16;
