@@ -147,7 +147,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
   for (int r = 0; r < kRows; ++r) {
     rows[r] = r < tile.rows ? tile.template stored_row<Stored>(p.query, r) : nullptr;
   }
-  [[maybe_unused]] const typename Products::template Registers<kRows> registers;
+  [[maybe_unused]] typename Products::template Registers<kRows> registers;
   Products::template pack_query<kRows>(rows, p.head_dim, p.scale, query);
   const Stored* keys = tile.template stored_keys_of_head<Stored>(p.key);
   const Stored* values = tile.template stored_keys_of_head<Stored>(p.value);
