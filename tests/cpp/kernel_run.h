@@ -35,7 +35,7 @@ struct Shape {
   bool capped = false;                                    // a softcap alone
   bool drops = false;                                     // a quarter of the weights
   bool keys_far_apart = false, values_far_apart = false;  // rows that kernels copy
-  bool has_nan = false;  // in float16 values of 4 keys after the last that a causal mask keeps
+  bool has_nan = false;  // in 16-bit values of 4 keys after the last that a causal mask keeps
   double scale = 0.3;
   bool few_rows_in_tiles = false;  // in the backward
 
@@ -270,7 +270,8 @@ class KernelRun {
       store(v_t_, v_t16_);
       if (s_.has_nan) {
         const int64_t first = (s_.queries + s_.band.offset) * s_.value_dim;
-        std::fill_n(v16_.begin() + first, 4 * s_.value_dim, uint16_t{0x7e00});
+        const uint16_t nan = of_half.storage == Storage::kFloat16 ? 0x7e00 : 0x7fc0;
+        std::fill_n(v16_.begin() + first, 4 * s_.value_dim, nan);
       }
     }
   }

@@ -407,6 +407,19 @@ const std::vector<Shape>& shapes_of_half_products() {
   return shapes;
 }
 
+/// In values of a few columns and of many.
+void expect_nan_reaches_nobody(const CpuKernelTable& table, const OfHalf& kernels) {
+  for (const int64_t queries : {2, 70}) {
+    for (const int64_t width : {12, 72}) {
+      Shape shape{1, 1, queries, 300, width, width, {-1, 0, 220 - queries}};
+      const auto without = KernelRun<float>(table, shape, 1, kernels).outputs();
+      shape.has_nan = true;
+      EXPECT_EQ(without, KernelRun<float>(table, shape, 1, kernels).outputs())
+          << queries << " queries, " << width << " columns";
+    }
+  }
+}
+
 TEST_P(Kernels, ProductsInBFloat16) {
   if (table_->bfloat16_forward == nullptr) GTEST_SKIP() << "has none";
   for (const Shape& shape : shapes_of_half_products()) {
@@ -419,6 +432,11 @@ TEST_P(Kernels, ProductsInBFloat16) {
     EXPECT_LT(errors.along, shape.keys < 128 ? 2.5e-2 : 1.5e-2) << what;
     EXPECT_LT(errors.lse, 5e-5) << what;
   }
+}
+
+TEST_P(Kernels, NanInBFloat16ReachesNobodyWhoDoesNotSeeIt) {
+  if (table_->bfloat16_forward == nullptr) GTEST_SKIP() << "has none";
+  expect_nan_reaches_nobody(*table_, {table_->bfloat16_forward});
 }
 
 /// A row's largest score may be far above those of the keys before, in the same block or in a later
@@ -466,10 +484,7 @@ TEST_P(Float16Kernels, FewRows) {
 }
 
 TEST_P(Float16Kernels, NanReachesNobodyWhoDoesNotSeeIt) {
-  Shape shape{1, 1, 70, 300, 8, 12, {-1, 0, 150}};
-  const auto without = KernelRun<float>(*table_, shape, 1, multiplying()).outputs();
-  shape.has_nan = true;
-  EXPECT_EQ(without, KernelRun<float>(*table_, shape, 1, multiplying()).outputs());
+  expect_nan_reaches_nobody(*table_, multiplying());
 }
 
 TEST_P(Float16Kernels, DropTheSameWeights) {

@@ -221,8 +221,8 @@ inline bool pack_pairs_of_rows(const BFloat16* const (&first)[kTileRows],
   return all_finite;
 }
 
-/// Two tiles A, of 32 whole columns of as many rows. False, and nothing, if something is not
-/// finite.
+/// Two tiles A, of 32 whole columns of as many rows. False if something is not finite: then they
+/// are not written, or only a part of them.
 ///
 ///     columns of a row         0 1 2 3 4 5 6 7 | 8 ..  | 16 .. | 24 ..         8 in a quarter
 ///     lower pairs of two       0 1 2 3         | 8 ..  | 16 .. | 24 ..         a lane each
