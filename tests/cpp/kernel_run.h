@@ -12,6 +12,7 @@
 #include "dual.h"
 #include "guarded_memory.h"
 #include "kernels/cpu/isa.h"
+#include "shape.h"
 
 // One problem run by kernels without torch, unit by unit, and what loops in double make of it.
 
@@ -27,20 +28,6 @@ const CpuKernels<T>& kernels_of(const CpuKernelTable& table) {
     return table.float64;
   }
 }
-
-struct Shape {
-  int64_t heads, kv_heads, queries, keys, head_dim, value_dim;
-  Band band;
-  bool options = false;                                   // softcap, ALiBi and sinks
-  bool capped = false;                                    // a softcap alone
-  bool drops = false;                                     // a quarter of the weights
-  bool keys_far_apart = false, values_far_apart = false;  // rows that kernels copy
-  bool has_nan = false;  // in 16-bit values of 4 keys after the last that a causal mask keeps
-  double scale = 0.3;
-  bool few_rows_in_tiles = false;  // in the backward
-
-  bool has_softcap() const { return options || capped; }
-};
 
 constexpr double kSoftcap = 1.5;
 constexpr int64_t kSeed = 0x123456789abcdef;
@@ -277,14 +264,7 @@ class KernelRun {
   }
 
   Problem<T> problem() {
-    Problem<T> p{};
-    p.batch = 1;
-    p.query_heads = s_.heads;
-    p.kv_heads = s_.kv_heads;
-    p.queries = s_.queries;
-    p.keys = s_.keys;
-    p.head_dim = s_.head_dim;
-    p.value_dim = s_.value_dim;
+    Problem<T> p = sizes_of<T>(s_);
     p.scale = T(s_.scale);
     p.band = s_.band;
     p.query = operand<const T>(q_.data(), s_.queries, s_.head_dim);

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "half_kernels.h"
 #include "kernel_run.h"
 #include "weights_run.h"
 
@@ -78,46 +79,6 @@ class Kernels : public ::testing::TestWithParam<const char*> {
 
   const CpuKernelTable* table_ = nullptr;
 };
-
-/// Heads of so many rows or fewer may have kernels of their own.
-constexpr int64_t kFewRows = 8;
-
-int64_t rows_of_head(const Shape& shape) { return shape.heads / shape.kv_heads * shape.queries; }
-
-/// All kernels of float32, which convert what is stored in 16 bits.
-struct Converting {
-  HalfForwardKernels forward;
-  HalfBackwardKernels backward;
-  HalfTangentKernels tangents;
-
-  explicit Converting(const CpuKernelTable& table)
-      : forward{table.float32, takes_all},
-        backward{table.float32, takes_all},
-        tangents{table.float32, takes_all} {}
-
-  OfHalf kernels() const { return {&forward, &backward, &tangents}; }
-
- private:
-  static bool takes_all(const Problem<float>&) { return true; }
-};
-
-/// What the library takes of a table for bfloat16. (Forwards of tiles also where they do not take a
-/// problem: their scores are those of derivatives that do.)
-OfHalf of_bfloat16(const CpuKernelTable& table, const Converting& converting, const Shape& shape) {
-  OfHalf kernels{table.bfloat16_forward, table.bfloat16_backward, table.bfloat16_tangents};
-  Problem<float> sizes{};
-  sizes.query_heads = shape.heads;
-  sizes.kv_heads = shape.kv_heads;
-  sizes.queries = shape.queries;
-  sizes.keys = shape.keys;
-  sizes.head_dim = shape.head_dim;
-  sizes.value_dim = shape.value_dim;
-  const bool few = rows_of_head(shape) <= kFewRows;
-  if (few && !kernels.forward->takes(sizes)) kernels.forward = &converting.forward;
-  if (!kernels.backward->takes(sizes)) kernels.backward = &converting.backward;
-  if (!kernels.tangents->takes(sizes)) kernels.tangents = &converting.tangents;
-  return kernels;
-}
 
 TEST_P(Kernels, EqualLoopsInDouble) {
   if (borrows_float32()) GTEST_SKIP() << "has those of AVX-512";

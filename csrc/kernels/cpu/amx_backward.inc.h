@@ -394,6 +394,7 @@ class AmxBackward : BackwardRows<float, kAmxBackwardVectors> {
   alignas(64) float slope_gradient_[kRows];
 };
 
+/// Of fewer rows most lanes of a tile would be empty.
 inline bool amx_backward_takes(const Problem<float>& p) {
   return p.keys >= kSquare && rows_of_kv_head(p) > kTileRows / 2;
 }

@@ -263,7 +263,7 @@ QKV_INLINE bool pack_whole_columns(const Half* const (&first)[kTileRows],
   return true;
 }
 
-/// The same transposed: tiles A of [16 columns][16 pairs of rows].
+/// As pack_pairs_of_rows, but transposed: tiles A of [16 columns][16 pairs of rows].
 template <class Half>
 inline bool pack_columns(const Half* const (&first)[kTileRows],
                          const Half* const (&second)[kTileRows], int64_t width, Half* to) {

@@ -23,11 +23,11 @@ struct alignas(64) TileShapes {
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 
-  /// C in tiles 0 to 3, A in 4 and 5, B in 6 and 7.
+  /// A is in tile 4.
   static constexpr TileShapes of_narrow_products(int columns) {
     TileShapes x;
     for (int tile = 0; tile < 8; ++tile) {
-      if (tile != 4 && tile != 5) x.row_bytes[tile] = static_cast<uint16_t>(4 * columns);
+      if (tile != 4) x.row_bytes[tile] = static_cast<uint16_t>(4 * columns);
     }
     return x;
   }

@@ -45,7 +45,7 @@ QKV_INLINE void with_row_count(int64_t rows, F f) {
 }
 
 /// Room for the partial results as well, for when they are merged at once, and for queries that
-/// take twice their numbers (few_rows_in_pairs.inc.h).
+/// take twice their numbers (few_rows_in_pairs.inc.h, few_rows_in_tiles.inc.h).
 template <class T>
 inline int64_t few_rows_scratch_bytes(const Problem<T>& p, int64_t rows) {
   constexpr int kWidth = Simd<T>::kWidth;

@@ -30,7 +30,7 @@ struct FewRowsInTiles {
     static constexpr TileShapes kShapes = TileShapes::of_narrow_products(kRows);
   };
 
-  /// Tiles B of whole vectors.
+  /// Tiles B, as wide in memory as a vector.
   static int64_t query_size(int64_t /*rows*/, int64_t width) {
     return column_pairs(width, kTileRows);
   }
@@ -76,7 +76,7 @@ struct FewRowsInTiles {
   }
 
  private:
-  static constexpr int kA = 4, kB = 6;
+  static constexpr int kA = 4, kB = 5;
 
   /// Of the keys of so many tiles, from `first` on, which are multiplied in turn, as a product
   /// waits for the one before it that it is added to.

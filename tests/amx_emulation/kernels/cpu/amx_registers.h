@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <initializer_list>
 
 #include "kernels/half.h"
 
@@ -53,7 +52,9 @@ class TileRegisters {
  public:
   explicit TileRegisters(const TileShapes& shapes = kWholeTiles) {
     tile_register(-1);
-    for (int tile : {0, 1, 2, 3, 6, 7}) tile_register(tile).row_bytes = shapes.narrow_row_bytes;
+    for (int tile = 0; tile < 8; ++tile) {
+      if (tile != 4) tile_register(tile).row_bytes = shapes.narrow_row_bytes;
+    }
   }
   ~TileRegisters() { tile_register(-2); }
   TileRegisters(const TileRegisters&) = delete;
