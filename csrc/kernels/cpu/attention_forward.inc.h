@@ -5,6 +5,7 @@
 #include "kernels/cpu/forward_tile.inc.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/merge.inc.h"
+#include "kernels/cpu/worth_fetching.inc.h"
 
 // How the forward pass is cut into units of work: tiles of query rows (forward_tile.inc.h), or, if
 // those of a key/value head fill only a few tiles, these and ranges of its keys, whose results are
@@ -81,7 +82,7 @@ inline bool first_tile_fetches(const Problem<T>& p, int64_t t, int64_t count) {
   const bool begins_head = tiles_before < 2 && p.keys > Products::kBlockKeys;
   const bool reads_stored =
       Products::prepared_bytes(p) == 0 && (count == 1 || !shares_turns<Products>(p));
-  return reads_stored && (begins_head || is_large_head<Products>(p));
+  return reads_stored && is_worth_fetching(p) && (begins_head || is_large_head<Products>(p));
 }
 
 /// Whether each tile has one turn, as all of the keys fit in it.

@@ -2,10 +2,10 @@
 
 #include "kernels/cpu/dropout_tile.inc.h"
 #include "kernels/cpu/merge.inc.h"
-#include "kernels/cpu/next_rows.inc.h"
 #include "kernels/cpu/non_finite.inc.h"
 #include "kernels/cpu/score_tile.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
+#include "kernels/cpu/worth_fetching.inc.h"
 #include "kernels/online_softmax.h"
 
 // Forward attention for up to 4 query rows (8 if vectors have 16 lanes) of a key/value head, as in
@@ -32,16 +32,15 @@ inline bool are_few_rows(const Problem<T>& p, int most) {
   return rows <= most && (rows <= 4 || p.head_dim >= 2 * Simd<T>::kWidth);
 }
 
-/// f(how many rows are multiplied where a head has `rows`, as a Constant): those that are missing
-/// count as zeros.
-template <class Products, class F>
+/// f(how many rows are multiplied where a head has `rows`, as a Constant): 1, or the least of
+/// kLeastRows, twice as many, .. kMostRows that takes them. Those that are missing count as zeros.
+template <class Products, int kRows = 1, class F>
 QKV_INLINE void with_row_count(int64_t rows, F f) {
-  constexpr int kMost = Products::kMostRows, kSome = kMost < 4 ? kMost : 4;
-  if (rows == 1) return f(Constant<1>{});
-  if constexpr (kSome < kMost) {
-    if (rows > kSome) return f(Constant<kMost>{});
+  if constexpr (kRows < Products::kMostRows) {
+    constexpr int kNext = kRows == 1 ? Products::kLeastRows : 2 * kRows;
+    if (rows > kRows) return with_row_count<Products, kNext>(rows, f);
   }
-  f(Constant<kSome>{});
+  f(Constant<kRows>{});
 }
 
 /// Room for the partial results as well, for when they are merged at once, and for queries that
@@ -163,7 +162,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
     const Stored* block_values = values + n * p.value.row_stride;
     Products::template scores<kRows>(
         block, p.head_dim, keys + n * p.key.row_stride, p.key.row_stride, query, p.scale, scores,
-        next_rows<T>(tile, p.value, p.key_value_storage, {n, n + block}, p.value_dim));
+        next_rows_of_few<kRows>(p, tile, p.value, {n, n + block}, p.value_dim));
     if (ScoreRows<T, 1, S::kWidth>(p, mask, alibi, n, 0, 0, state).changes()) {
       change_scores_of_few_rows<kRows, kFewRowsBlockKeys>(p, tile.rows, mask, alibi, n, block,
                                                           state, bias_between, scores);
@@ -189,7 +188,7 @@ inline void few_rows(const ForwardParams<T>& params, const RowTile<Simd<T>::kWid
       const KeyRange after = KeyRange{n + block, n + 2 * block}.intersection({0, range.end});
       Products::template add_values<kRows>(
           block, p.value_dim, block_values, p.value.row_stride, scores, out, out_row,
-          next_rows<T>(tile, p.key, p.key_value_storage, after, p.head_dim));
+          next_rows_of_few<kRows>(p, tile, p.key, after, p.head_dim));
     }
   }
 

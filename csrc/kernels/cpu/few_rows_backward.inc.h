@@ -7,6 +7,7 @@
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/key_sums.inc.h"
 #include "kernels/cpu/mask_gradient.inc.h"
+#include "kernels/cpu/worth_fetching.inc.h"
 
 // Backward attention for as few query rows of a key/value head as few_rows.inc.h takes. As there,
 // vectors run along rows, of K, which are read twice, of V, which are read once, and of dK and dV,
@@ -240,13 +241,13 @@ class FewRowsBackward {
     const Stored* const values = values_ + block.begin * p_.value.row_stride;
     Products::template scores<kRows>(
         count, p_.head_dim, keys, p_.key.row_stride, memory_.query, p_.scale, memory_.scores,
-        next_rows<T>(work_.tile, p_.value, p_.key_value_storage, block, p_.value_dim));
+        next_rows_of_few<kRows>(p_, work_.tile, p_.value, block, p_.value_dim));
     if (params_.grad_weights.data != nullptr) {
       load_grad_weights(block.begin, count);
     } else {
       Products::template scores<kRows>(
           count, p_.value_dim, values, p_.value.row_stride, memory_.grad_out, T(1), memory_.grads,
-          next_rows<T>(work_.tile, p_.key, p_.key_value_storage, next, p_.head_dim));
+          next_rows_of_few<kRows>(p_, work_.tile, p_.key, next, p_.head_dim));
     }
     weigh_few_rows<kRows>(work_, block.begin, count, state, memory_.scores, memory_.grads,
                           memory_.in_lanes,

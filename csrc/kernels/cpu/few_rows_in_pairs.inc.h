@@ -21,7 +21,7 @@ struct FewRowsInPairs : BFloat16Values {
   using Query = BFloat16Pair;
   template <int kRows>
   struct Registers {};
-  static constexpr int kMostRows = 4;
+  static constexpr int kMostRows = 4, kLeastRows = 4;
   static constexpr int kQuarters = 4;  // of a vector
 
   /// Pairs that a query takes.

@@ -19,7 +19,7 @@ struct FewRowsInTiles {
   using S = Simd<float>;
   using Query = HalfPair<Half>;
   using Numbers = FewRowsOfNumbers<float, Half>;
-  static constexpr int kMostRows = Numbers::kMostRows;
+  static constexpr int kMostRows = Numbers::kMostRows, kLeastRows = Numbers::kLeastRows;
 
   /// Tiles of C and B have as many columns as there are rows of Q.
   template <int kRows>

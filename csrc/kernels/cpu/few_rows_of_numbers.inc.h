@@ -3,6 +3,7 @@
 #include "kernels/cpu/next_rows.inc.h"
 #include "kernels/cpu/tile_product.inc.h"
 #include "kernels/cpu/transpose.inc.h"
+#include "kernels/cpu/worth_fetching.inc.h"
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -21,6 +22,8 @@ struct FewRowsOfNumbers {
   struct Registers {};  // no others than vectors
   /// 4, or half of a vector's lanes: in a tile the other half would be empty.
   static constexpr int kMostRows = S::kWidth < 4 ? S::kWidth : S::kWidth < 16 ? 4 : 8;
+  /// Of more than one.
+  static constexpr int kLeastRows = 2;
 
   /// Numbers that a query takes: whole vectors.
   static int64_t query_size(int64_t rows, int64_t width) {
@@ -134,7 +137,7 @@ struct FewRowsOfNumbers {
   /// Keys of one row that sums over lanes are taken of at a time. With four, memory is asked for
   /// four rows at once, which AMD's processors, for which fewer sums are kept in registers, take
   /// longer for.
-  static constexpr int kKeysOfOneRow = kHasFourQuads<T> && S::kBroadcastRows == 8 ? 4 : 1;
+  static constexpr int kKeysOfOneRow = kIsForIntel && kHasFourQuads<T> ? 4 : 1;
 
   // A row is read, to be written as a whole, unless it is in a cache.
   static constexpr int kRowsAhead = 16;
