@@ -5,7 +5,8 @@
 // Whether rows of K and V that are read next are worth fetching. No bit of a result depends on it.
 //
 // Intel's processors see many rows coming by themselves, and lose the time that it takes to ask for
-// them. The bounds are those of a Granite Rapids (docs/experiments.md, "Memory and caches").
+// them: of those in the second-level cache, and of long ones with gaps between. The bounds are
+// those of a Granite Rapids (docs/experiments.md, "Few rows and decoding").
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -27,29 +28,23 @@ inline bool is_worth_fetching(const Problem<T>& p) {
   return !kIsForIntel || bytes_of_stored_key(p) < 2 * kBytesOfLongRow;
 }
 
-/// For kRows rows of a head, as few as few_rows.inc.h takes. With more than four, and where K and V
-/// lie in memory, it is products or memory that take the time, not what asks for rows.
-template <int kRows, class T>
-inline bool is_worth_fetching_for_few(const Problem<T>& p, const NextRows& rows) {
-  if (!kIsForIntel) return true;
-  constexpr int64_t kMebi = int64_t{1} << 20;
-  const int64_t all = p.batch * p.kv_heads * p.keys * bytes_of_stored_key(p);
-  if (all <= kMebi) return false;
-  if (kRows > 4 || all > 64 * kMebi) return true;
-  const bool has_gaps = rows.stride > rows.width;
-  if (!has_gaps) return rows.width > 64;
-  const bool is_converted = p.key_value_storage != Storage::kSame;
-  const bool is_long = rows.width >= kBytesOfLongRow / (is_converted || kRows > 2 ? 1 : 2);
-  return rows.width > 128 && !is_long;
-}
-
-/// The rows of `keys` of the key/value head that a tile of few belongs to; none if there are none,
-/// or if it is not worth it.
+/// For kRows rows of a head, as few as few_rows.inc.h takes: those of `keys` of the key/value head
+/// that their tile belongs to, or none. With more than four, and where K and V lie in memory, it is
+/// products or memory that take the time, not what asks for rows.
 template <int kRows, class T, int kTileRows>
 inline NextRows next_rows_of_few(const Problem<T>& p, const RowTile<kTileRows>& tile,
                                  const Operand<const T>& x, KeyRange keys, int64_t width) {
-  const NextRows rows = next_rows<T>(tile, x, p.key_value_storage, keys, width);
-  return is_worth_fetching_for_few<kRows>(p, rows) ? rows : NextRows{};
+  constexpr int64_t kMebi = int64_t{1} << 20;
+  NextRows rows = next_rows<T>(tile, x, p.key_value_storage, keys, width);
+  const int64_t all = p.batch * p.kv_heads * p.keys * bytes_of_stored_key(p);
+  if (!kIsForIntel) return rows;
+  if (all <= kMebi) return {};
+  const bool has_gaps = rows.stride > rows.width;
+  if (kRows > 4 || all >= 64 * kMebi || !has_gaps) return rows;
+  const bool is_converted = p.key_value_storage != Storage::kSame;
+  if (rows.width >= kBytesOfLongRow / (is_converted || kRows > 2 ? 1 : 2)) return {};
+  if (rows.width == 128) rows.width = 64;  // the processor fetches the other line by itself
+  return rows;
 }
 
 }  // namespace qkv::kernels::QKV_ISA
