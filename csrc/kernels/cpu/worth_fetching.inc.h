@@ -34,10 +34,10 @@ inline bool is_worth_fetching(const Problem<T>& p) {
 template <int kRows, class T, int kTileRows>
 inline NextRows next_rows_of_few(const Problem<T>& p, const RowTile<kTileRows>& tile,
                                  const Operand<const T>& x, KeyRange keys, int64_t width) {
-  constexpr int64_t kMebi = int64_t{1} << 20;
   NextRows rows = next_rows<T>(tile, x, p.key_value_storage, keys, width);
-  const int64_t all = p.batch * p.kv_heads * p.keys * bytes_of_stored_key(p);
   if (!kIsForIntel) return rows;
+  constexpr int64_t kMebi = int64_t{1} << 20;
+  const int64_t all = p.batch * p.kv_heads * p.keys * bytes_of_stored_key(p);
   if (all <= kMebi) return {};
   const bool has_gaps = rows.stride > rows.width;
   if (kRows > 4 || all >= 64 * kMebi || !has_gaps) return rows;
