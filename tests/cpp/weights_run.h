@@ -149,13 +149,7 @@ class WeightsRun {
   }
 
   Problem<T> problem() const {
-    Problem<T> p{};
-    p.batch = 1;
-    p.query_heads = s_.heads;
-    p.kv_heads = s_.kv_heads;
-    p.queries = s_.queries;
-    p.keys = s_.keys;
-    p.head_dim = s_.head_dim;
+    Problem<T> p = sizes_of<T>(s_);
     p.key_value_storage = in_bfloat16_ ? Storage::kBFloat16 : Storage::kSame;
     p.scale = T(s_.scale);
     p.band = s_.band;

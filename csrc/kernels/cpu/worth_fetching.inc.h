@@ -4,9 +4,10 @@
 
 // Whether rows of K and V that are read next are worth fetching. No bit of a result depends on it.
 //
-// Intel's processors see many rows coming by themselves, and lose the time that it takes to ask for
-// them: of those in the second-level cache, and of long ones with gaps between. The bounds are
-// those of a Granite Rapids (docs/experiments.md, "Few rows and decoding").
+// On Intel's processors asking for rows takes more time than it saves where these are in the
+// second-level cache, and where they are long with gaps between: it seems that the processor sees
+// them coming. The bounds are those of a Granite Rapids (docs/experiments.md, "Few rows and
+// decoding").
 
 namespace qkv::kernels::QKV_ISA {
 
@@ -43,7 +44,7 @@ inline NextRows next_rows_of_few(const Problem<T>& p, const RowTile<kTileRows>& 
   if (kRows > 4 || all >= 64 * kMebi || !has_gaps) return rows;
   const bool is_converted = p.key_value_storage != Storage::kSame;
   if (rows.width >= kBytesOfLongRow / (is_converted || kRows > 2 ? 1 : 2)) return {};
-  if (rows.width == 128) rows.width = 64;  // the processor fetches the other line by itself
+  if (rows.width == 128) rows.width = 64;  // one line of two is as good, or better
   return rows;
 }
 
